@@ -37,10 +37,13 @@ from zeroshard.activations.nested import NestedSegment
 from zeroshard.activations.operations import Treatment
 from zeroshard.activations.recomputation import BlockForward, Recomputation
 from zeroshard.activations.rotor import ChainItem, PassedBlocks, SavedBlock
-from zeroshard.activations.segments import BlockSegment, Call, Region, Surroundings
+from zeroshard.activations.segments import BlockSegment, Call, Region
+from zeroshard.activations.stored import BySavers, Clocks, StoredCosts, measured
+from zeroshard.activations.surroundings import Surroundings
 from zeroshard.activations.waiting import ForwardGraph, KeptSegment, WaitingForwards
 from zeroshard.comm.collectives import Comm
 from zeroshard.parts.steps import StepEnd
+from zeroshard.platform import accelerator
 from zeroshard.units.hooks import place_of
 
 NO_BLOCKS: PassKey = (-1,)  # forwards in which no block can be computed again
@@ -175,6 +178,14 @@ class AutoRecomputation(Recomputation):
         chosen = region.choice is not None and region.choice.operations
         return ChosenOperations(region, self._treatments) if chosen else None
 
+    def run(self, block: BlockForward, args: Any, kwargs: Any) -> Any:
+        """A block's forward; what it saves is stored where that is decided, and stays else."""
+        before = self._around.saver.asked
+        try:
+            return super().run(block, args, kwargs)
+        finally:
+            self._around.saver.asked = before
+
     def _begin(self, *given: Any) -> None:
         super()._begin(*given)
         if self._budget.measures and torch.is_grad_enabled():
@@ -211,7 +222,7 @@ class AutoRecomputation(Recomputation):
             self._grown[key] = grown
 
     def _next_segment(self, module: nn.Module, arguments: Any) -> BlockSegment | None:
-        number = self._called
+        number, self._around.saver.asked = self._called, ()
         if number == 0 or self._pass is None:
             self._pass = self._enter(module, arguments)
         self._called += 1
@@ -245,7 +256,10 @@ class AutoRecomputation(Recomputation):
     def _has_room(self, found: _Pass, decided: Decided, number: int, module: nn.Module) -> bool:
         if number not in decided.by_block or not getattr(module.forward, "known", True):
             return False
-        short = decided.decision.needs.get(number, 0) - found.room + self._budget.activations
+        needed = decided.decision.needs.get(number, 0) - found.room
+        if needed + self._budget.activations > 0 and self._around.saver.moves:
+            self._around.saver.settle()  # copies to the host give their room
+        short = needed + self._budget.activations
         if short <= 0 or not self._waiting.drops:
             return True
         before = self._budget.activations
@@ -260,6 +274,9 @@ class AutoRecomputation(Recomputation):
                 droppable = self._pass is not None and self._may_drop(self._pass, decision, number)
                 return KeptSegment(self._around, self._weights, self._count) if droppable else None
             part = None if item is None or item.way is None else item.way.choice
+            if isinstance(part, BySavers):
+                self._around.saver.asked = self._around.saver.choices[part.number]
+                return None
             has_tail = isinstance(part, KeptPart) and part.first is not None
             return (KeptSegment if has_tail else BlockSegment)(self._around, self._weights, self._count)
         if number == item.first or self._segment is None:
@@ -366,18 +383,31 @@ class AutoRecomputation(Recomputation):
         self._cross(found, len(measures.blocks), region)
         if not measures.blocks and found.decided is None:
             measures.before, kept = held - self._started, 0
-        meter = BlockMeter(self._names[region.call.module], self._around.now, found.known, self._rules.selects)
+        meter = BlockMeter(self._names[region.call.module], self._ready, found.known)
+        tensors: list[Tensor] = []
         pack, unpack = hooks
 
         def watched(tensor: Tensor) -> Any:
             new, saved = self._is_new(tensor, found.known), pack(tensor)
             if region.slots[-1] is not None:
                 meter.saves(tensor, len(region.slots) - 1, new)
+                tensors.extend([tensor] if new and self._around.saver.moves else [])
             return saved
 
-        output = super()._compute(region, arguments, (watched, unpack), meter.mode())
-        found.measure = meter.ends(output, max(0, entering - kept), max(0, kept), region.sums)
+        output = super()._compute(region, arguments, (watched, unpack), meter)
+        measure = meter.ends(output, max(0, entering - kept), max(0, kept), region.sums)
+        found.measure = replace(measure, stored=self._stored(tensors))
         return output
+
+    def _stored(self, tensors: list[Tensor]) -> tuple[StoredCosts | None, ...]:
+        """What it takes to store what a block saves, by the choices of the plan's savers."""
+        savers, by = self._around.saver, Clocks(self._around.now, self._ready, lambda: self._budget.activations)
+        return tuple(measured(savers, number, tensors, by) for number in range(len(savers.choices)))
+
+    def _ready(self) -> float:
+        """Seconds of the clock when the device has done all."""
+        accelerator.synchronize(self._around.device)
+        return self._around.now()
 
     def _block_ended(self, left_alone: bool) -> None:
         found = self._pass

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from zeroshard.activations.block_meter import BlockMeasures, OperationCosts, PassKey, PassMeasures, SavedTail
 from zeroshard.activations.budget import ActivationBudget
+from zeroshard.activations.stored import StoredCosts
 from zeroshard.comm.collectives import Comm
 
 
@@ -100,7 +101,8 @@ def _merged(pairs: Iterable[tuple[Any, Any]]) -> dict[PassKey, PassMeasures]:
         for block in values["blocks"]:
             operations = tuple(OperationCosts(**each) for each in block["operations"])
             tails = tuple(SavedTail(**each) for each in block["tails"])
-            blocks.append(BlockMeasures(**{**block, "operations": operations, "tails": tails}))
+            stored = tuple(None if each is None else StoredCosts(**each) for each in block["stored"])
+            blocks.append(BlockMeasures(**{**block, "operations": operations, "tails": tails, "stored": stored}))
         measures, kind = PassMeasures(blocks, values["before"], values["after"]), _frozen(key)
         found[kind] = found[kind].highest(measures) if kind in found else measures
     return found

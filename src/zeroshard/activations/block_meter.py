@@ -5,7 +5,6 @@ given out again while it is known.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -17,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from zeroshard.activations.operations import kept_operations
+from zeroshard.activations.stored import StoredCosts, fastest
 from zeroshard.units.hooks import place_of
 
 CALL = 3e-6  # seconds of an operation in autograd, beside its computation
@@ -82,6 +82,7 @@ class BlockMeasures:
         operations: those whose results can be kept, up to there.
         copied: bytes of buffers that it changes; computed again, it may save the copies that it meets then.
         tails: of what it saves, the shortest first.
+        stored: what it takes to have the plan's savers store what it saves, by their choice; None if they do not.
     """
 
     name: str
@@ -96,13 +97,13 @@ class BlockMeasures:
     operations: tuple[OperationCosts, ...] = ()
     copied: int = 0
     tails: tuple[SavedTail, ...] = ()
+    stored: tuple[StoredCosts | None, ...] = ()
 
     def highest(self, other: "BlockMeasures") -> "BlockMeasures":
         """The larger bytes of two ranks; the seconds are this one's."""
         sizes = ("entering", "kept", "saved", "leaving", "sums", "copied")
         most = {name: max(getattr(self, name), getattr(other, name)) for name in sizes}
-        own = {name: getattr(self, name) for name in ("name", "seconds", "again", "calls", "operations", "tails")}
-        return BlockMeasures(**own, **most)
+        return replace(self, **most)
 
 
 @dataclass(slots=True)
@@ -123,7 +124,6 @@ class _Saved:
     place: int | None
     calls: int
     keepable: int
-    when: float
 
 
 class BlockMeter(TorchDispatchMode):
@@ -133,18 +133,16 @@ class BlockMeter(TorchDispatchMode):
         name: of its module.
         now: seconds.
         known: storages that are not counted: weights, and what earlier blocks have taken.
-        operations: whether each operation is measured.
     """
 
-    def __init__(self, name: str, now: Clock, known: set[int], operations: bool) -> None:
+    def __init__(self, name: str, now: Clock, known: set[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._name, self._now, self._known, self._each = name, now, known, operations
+        self._name, self._now, self._known = name, now, known
         self._refs: list[StorageWeakRef] = []
         self._saved: dict[int, int] = {}
         self._calls: list[_Call] = []
         self._events: list[_Saved] = []
         self._keepable = 0
-        self._began = now()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -162,16 +160,12 @@ class BlockMeter(TorchDispatchMode):
         self._calls.append(_Call(number, func._schema.name.removeprefix("aten::"), seconds, places))
         return result
 
-    def mode(self) -> AbstractContextManager[Any] | None:
-        """The context in which operations are measured, if they are."""
-        return self if self._each else None
-
     def saves(self, tensor: Tensor, number: int, new: bool) -> None:
         """The block saves a tensor, the one of that number; a `new` one takes bytes that nothing else has."""
         place: int | None = None
         if new and not isinstance(tensor, nn.Parameter) and place_of(tensor) not in self._known:
             place, self._saved[place] = self._place(tensor)
-        self._events.append(_Saved(number, place, len(self._calls), self._keepable, self._now()))
+        self._events.append(_Saved(number, place, len(self._calls), self._keepable))
 
     def ends(self, output: Any, entering: int, kept: int, sums: int) -> BlockMeasures:
         """The block has returned its output."""
@@ -185,16 +179,10 @@ class BlockMeter(TorchDispatchMode):
             beside = sum(n for place, n in places.items() if place not in saved)
             if call.number is not None:
                 found.append(OperationCosts(call.number, sum(places.values()), beside, call.seconds, call.name))
-        seconds = _seconds(self._calls) if self._calls else self._now() - self._began
         sizes = (entering, kept, sum(saved.values()), sum(out.values()))
-        measures = BlockMeasures(self._name, seconds, *sizes, self._until(last), len(self._calls), sums, tuple(found))
+        seconds, again = _seconds(self._calls), _seconds(self._calls[: last.calls if last else 0])
+        measures = BlockMeasures(self._name, seconds, *sizes, again, len(self._calls), sums, tuple(found))
         return replace(measures, tails=tuple(self._tails(out)))
-
-    def _until(self, event: _Saved | None) -> float:
-        """Seconds of the forward up to a saved tensor; the mode itself takes longer than most operations."""
-        if event is None:
-            return 0.0
-        return _seconds(self._calls[: event.calls]) if self._calls else event.when - self._began
 
     def _tails(self, out: Mapping[int, int]) -> Iterator[SavedTail]:
         kept = set[int]()
@@ -204,7 +192,8 @@ class BlockMeter(TorchDispatchMode):
             kept |= {event.place} - out.keys()
             if before.calls < event.calls:
                 nbytes = sum(self._saved[place] for place in kept)
-                yield SavedTail(event.number, nbytes, self._until(before), before.calls, before.keepable)
+                seconds = _seconds(self._calls[: before.calls])
+                yield SavedTail(event.number, nbytes, seconds, before.calls, before.keepable)
 
     def _place(self, tensor: Tensor) -> tuple[int, int]:
         if tensor.layout is not torch.strided:
@@ -259,14 +248,16 @@ def alike(blocks: Sequence[BlockMeasures]) -> list[BlockMeasures]:
 
 def _kind(block: BlockMeasures) -> Any:
     names = tuple((each.number, each.name, each.nbytes) for each in block.operations)
-    return block.saved, block.leaving, block.calls, names, tuple((each.first, each.nbytes) for each in block.tails)
+    tails = tuple((each.first, each.nbytes) for each in block.tails)
+    return block.saved, block.leaving, block.calls, names, tails, tuple(each is None for each in block.stored)
 
 
 def _fastest(block: BlockMeasures, others: Sequence[BlockMeasures]) -> BlockMeasures:
     seconds, again = min(each.seconds for each in others), min(each.again for each in others)
     operations = _least_seconds(block.operations, [other.operations for other in others])
     tails = _least_seconds(block.tails, [other.tails for other in others])
-    return replace(block, seconds=seconds, again=again, operations=operations, tails=tails)
+    stored = tuple(map(fastest, block.stored, zip(*(other.stored for other in others), strict=True)))
+    return replace(block, seconds=seconds, again=again, operations=operations, tails=tails, stored=stored)
 
 
 def _least_seconds(these: Sequence[Timed], others: Sequence[Sequence[Timed]]) -> tuple[Timed, ...]:

@@ -5,7 +5,7 @@ they keep between forward and backward, k bytes, while one has its backward, at 
 The model's last part, with the loss, is one more block of the chain: it is never computed again.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -22,6 +22,7 @@ from zeroshard.activations.rotor import (
     SavedBlock,
     least,
 )
+from zeroshard.activations.stored import SPACINGS, BySavers, ahead_of
 
 GRID = 24  # budgets that are tried for one of several forwards
 SIZES = 400  # steps of memory
@@ -33,11 +34,11 @@ class Rules:
 
     Attributes:
         alone: each block that is computed again is so by itself: others would gather weights once more.
-        selects: results of operations may be kept.
+        stores: what the choices of the plan's savers do, in words.
     """
 
     alone: bool
-    selects: bool = True
+    stores: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ class PassChain:
         self._count = len(measures.blocks)
         blocks = alike(measures.blocks)
         ways: dict[tuple[Any, ...], tuple[OtherWay, ...]] = {}
-        for each in blocks if rules.selects else ():
+        for each in blocks:
             kind = (each.saved, each.leaving, each.operations, each.tails)
             ways[kind] = ways[kind] if kind in ways else tuple(ways_of(each))
         sums = [0, *(each.sums for each in blocks)]  # which a block that is computed again holds for itself
@@ -84,6 +85,7 @@ class PassChain:
             for n, each in enumerate(blocks)
         ]  # fmt: skip
         self._costs.append(BlockCosts(0.0, 0.0, sums[-1], measures.after))
+        self._blocks = blocks
 
     @property
     def outside(self) -> int:
@@ -116,16 +118,13 @@ class PassChain:
         if self._total(frugal) > budget:
             return None
         room = min(budget - self._forwards * self.outside, self._peak(saved.items))
-        table = OrderTable(self._costs, room, SIZES, self._rules.alone)
         found = [self._decision(frugal)]
-        for steps in [table.steps] if self._forwards == 1 else self._grid(table.steps):
-            order = table.order(steps)
-            found += [self._decision(order)] if order is not None and self._total(order) <= budget else []
-            again = None if self._rules.alone else table.again(self._count - 1, steps)
-            whole = (
-                ChainOrder(0.0, (PassedBlocks(0, self._count - 1, again), SavedBlock(self._count))) if again else None
-            )
-            found += [self._decision(whole)] if whole is not None and self._total(whole) <= budget else []
+        for costs in self._variants():
+            table = OrderTable(costs, room, SIZES, self._rules.alone)
+            for steps in [table.steps] if self._forwards == 1 else self._grid(table.steps):
+                orders = [table.order(steps), None if self._rules.alone else self._whole(table, steps)]
+                fitting = (order for order in orders if order is not None and self._total(order) <= budget)
+                found += map(self._decision, fitting)
         return min(found, key=lambda decision: (decision.seconds, decision.peak))
 
     def again(self, room: int) -> tuple[ChainItem, ...] | None:
@@ -139,6 +138,27 @@ class PassChain:
     def least_again(self) -> int:
         """The least `room` of `again`."""
         return least(self._costs[: self._count])
+
+    def _whole(self, table: OrderTable, steps: int) -> ChainOrder | None:
+        """All blocks computed again within so many steps of memory."""
+        again = table.again(self._count - 1, steps)
+        return ChainOrder(0.0, (PassedBlocks(0, self._count - 1, again), SavedBlock(self._count))) if again else None
+
+    def _variants(self) -> Iterator[list[BlockCosts]]:
+        """The costs with one of so many blocks stored; where copies do not run beside the computation, any may be."""
+        stored = (each for block in self._blocks for each in block.stored if each is not None)
+        beside = any(each.down > each.own for each in stored)
+        for spacing in SPACINGS if beside else SPACINGS[:1]:
+            yield [*(self._with_stored(n, spacing) for n in range(self._count)), self._costs[-1]]
+
+    def _with_stored(self, number: int, spacing: int) -> BlockCosts:
+        cost, block = self._costs[number], self._blocks[number]
+        ahead, ways = ahead_of([each.seconds for each in self._blocks], number, spacing), list(cost.ways)
+        for choice, (stored, how) in enumerate(zip(block.stored, self._rules.stores, strict=True)):
+            if stored is not None and ahead is not None and stored.held + block.leaving < block.saved:
+                held, peak = stored.held + block.leaving + block.sums, stored.held + cost.saved + cost.temporary
+                ways.append(OtherWay(held, peak, block.seconds + stored.seconds(ahead), BySavers(choice, how)))
+        return replace(cost, ways=tuple(ways))
 
     def _grid(self, steps: int) -> list[int]:
         return sorted({max(1, steps * n // GRID) for n in range(1, GRID + 1)}, reverse=True)

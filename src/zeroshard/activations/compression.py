@@ -59,12 +59,13 @@ class CompressedStore:
 
     Attributes:
         moves: that it is to be asked.
+        how: what it does with tensors.
         exact: whether what is saved now must be read back bit for bit.
         saved: bytes of the tensors that were compressed so far, as they were.
         kept: bytes of their compressed forms.
     """
 
-    moves = True
+    moves, how = True, "compressed"
 
     def __init__(self, allowed: Allowed, ledger: Ledger, smallest: int = SMALLEST) -> None:
         self._allowed, self._ledger, self._smallest = allowed, ledger, smallest

@@ -9,6 +9,7 @@ from zeroshard.activations.chain_decision import PassDecision
 from zeroshard.activations.kept_part import RESTART, KeptPart
 from zeroshard.activations.rotor import ChainItem, PassedBlocks, SavedBlock
 from zeroshard.activations.segments import Call
+from zeroshard.activations.stored import BySavers, is_by_savers
 
 
 @dataclass(slots=True)
@@ -60,14 +61,16 @@ def rows_of(decided: Decided, calls: Mapping[str, Call]) -> list[dict[str, Any]]
     """A row for each block, in the order of the forward.
 
     Each has `block` (its path), `action` (a sentence), `saved_bytes` (that it would keep of itself), `kept_bytes` and
-    `measured_kept_bytes` (between forward and backward; of the last block none is measured), `again` and
-    `measured_again` (how often a forward is computed again), `again_seconds` and `measured_again_seconds` (of one
-    forward, the measured ones the mean over the steps since the decision).
+    `measured_kept_bytes` (between forward and backward; of the last block none is measured, nor where savers store
+    blocks, as copies may be under way), `again` and `measured_again` (how often a forward is computed again),
+    `again_seconds` and `measured_again_seconds` (of one forward, the measured ones the mean over the steps since the
+    decision), and `stored_seconds` (predicted, that it takes longer because savers store what it saves).
     """
     rows = []
     blocks = decided.measures.blocks
     counts = _again(decided.decision.items, first=True)
     measured = alike(blocks)
+    stores = any(block.stored for block in blocks)
     uses = {block.name: sum(other.name == block.name for other in blocks) for block in blocks}
     for number, block in enumerate(blocks):
         item = decided.by_block[number]
@@ -75,6 +78,7 @@ def rows_of(decided: Decided, calls: Mapping[str, Call]) -> list[dict[str, Any]]
         seconds = measured[number].seconds + RESTART
         if isinstance(item, SavedBlock) and item.way is not None:
             seconds = item.way.seconds - measured[number].seconds
+        again = counts.get(number, 0)
         call, before = calls[block.name], decided.again.get(block.name, (0, 0.0))
         divisor = max(1, decided.forwards) * uses[block.name]
         rows.append(
@@ -83,11 +87,12 @@ def rows_of(decided: Decided, calls: Mapping[str, Call]) -> list[dict[str, Any]]
                 "action": _action(item, number, blocks),
                 "saved_bytes": block.saved,
                 "kept_bytes": kept,
-                "measured_kept_bytes": decided.held.get(number),
-                "again": counts.get(number, 0),
+                "measured_kept_bytes": None if stores else decided.held.get(number),
+                "again": again,
                 "measured_again": (call.again[0] - before[0]) / divisor,
-                "again_seconds": counts.get(number, 0) * seconds,
+                "again_seconds": again * seconds,
                 "measured_again_seconds": (call.again[1] - before[1]) / divisor,
+                "stored_seconds": seconds if is_by_savers(item) else 0.0,
             }
         )
     return rows
@@ -98,7 +103,8 @@ def _again(items: tuple[ChainItem, ...], first: bool) -> dict[int, int]:
     counts: dict[int, int] = {}
     for item in items:
         if isinstance(item, SavedBlock):
-            counts[item.block] = counts.get(item.block, 0) + (item.way is not None if first else 1)
+            computed = item.way is not None and not is_by_savers(item)
+            counts[item.block] = counts.get(item.block, 0) + (computed if first else 1)
             continue
         for number in range(item.first, item.last + 1):
             counts[number] = counts.get(number, 0) + (not first)
@@ -123,6 +129,8 @@ def _action(item: ChainItem, number: int, blocks: list[BlockMeasures]) -> str:
     if item.way is None:
         return "kept"
     part, block = item.way.choice, blocks[number]
+    if isinstance(part, BySavers):
+        return part.how
     assert isinstance(part, KeptPart)
     kept = sorted({each.name for each in block.operations if each.number in part.operations})
     if part.first is not None:

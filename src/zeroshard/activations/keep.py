@@ -32,9 +32,10 @@ class Keep:
 
     Attributes:
         moves: whether it copies any tensor.
+        how: what it does with them.
     """
 
-    moves = False
+    moves, how = False, "kept"
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """The tensor, as it is now."""

@@ -20,7 +20,8 @@ from zeroshard.activations.policy import LOSSY, Activations
 from zeroshard.activations.recomputation import Recomputation
 from zeroshard.activations.regions import SMALLEST
 from zeroshard.activations.savers import Savers
-from zeroshard.activations.segments import Hooks, Surroundings, keep_input
+from zeroshard.activations.segments import Hooks, keep_input
+from zeroshard.activations.surroundings import Surroundings
 from zeroshard.comm.mesh import Mesh
 from zeroshard.memory import HostMemory
 from zeroshard.memory.ledger import Ledger
@@ -62,7 +63,7 @@ class SaverMeans:
     tier: HostTier | None = None
 
 
-def saver_of(means: SaverMeans) -> Saver:
+def saver_of(means: SaverMeans) -> Savers:
     """What takes in the tensors that autograd saves, as a plan says; it keeps those that no saver of the list takes."""
     return Savers([saver for make in SAVERS if (saver := make(means)) is not None])
 
@@ -150,7 +151,8 @@ def _auto_of(
     planned = lambda: planned_bytes(parts, means.planned())  # noqa: E731
     first = FirstStep(model, around.device, around.ledger, parts.reserve, waits=not means.streams)
     budget = ActivationBudget(around.ledger, planned, first, scratch, not means.shares_experts, together)
-    rules = Rules(parts.gatherer.passes or together)
+    stores = tuple(" or ".join(saver.how for saver in choice) for choice in around.saver.choices)
+    rules = Rules(parts.gatherer.passes or together, stores)
     return AutoRecomputation(model, blocks, around, budget, rules, policy.save_sums)
 
 

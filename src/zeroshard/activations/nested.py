@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 from zeroshard.activations.keep import Kept
 from zeroshard.activations.rotor import ChainItem, PassedBlocks, SavedBlock
-from zeroshard.activations.segments import BlockSegment, Surroundings
+from zeroshard.activations.segments import BlockSegment
+from zeroshard.activations.surroundings import Surroundings
 
 Key = tuple[int, int]  # a region, and a leaf of its output
 

@@ -27,7 +27,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from zeroshard.activations.keep import changed_in_place
 from zeroshard.activations.regions import SMALLEST, extent_of
-from zeroshard.errors import BudgetExceeded
 from zeroshard.memory import HostMemory
 from zeroshard.memory.ledger import Category, Ledger
 from zeroshard.memory.transfers import Task, Transfers
@@ -49,12 +48,13 @@ class ActivationStore:
 
     Attributes:
         moves: whether it copies any tensor.
+        how: what it does with them.
 
     `pack` and `unpack` are the two hooks of `torch.autograd.graph.saved_tensors_hooks`. Parameters and views of them
     are not for `pack`: an optimizer changes them in place, and they are on the device anyway.
     """
 
-    moves = True
+    moves, how = True, "sent to the host"
 
     def __init__(
         self, link: Transfers, host: HostMemory, ledger: Ledger, smallest: int = SMALLEST, window: int = 2
@@ -234,11 +234,8 @@ class ActivationStore:
 
     def _fits(self, nbytes: int) -> bool:
         """Whether the device's budget has room for `nbytes` more."""
-        try:
-            self._ledger.check_room(Category.ACTIVATIONS, nbytes, "activations")
-        except BudgetExceeded:
-            return False
-        return True
+        budget = self._ledger.budgets.get("device")
+        return budget is None or self._ledger.total() + nbytes <= budget
 
     def _note(self, region: "_Region") -> None:
         """Enter the region's storage on the device in the ledger, where it records a step or has a budget."""

@@ -76,10 +76,12 @@ class Activations:
                 f"{name}='auto' decides within device_memory, and that is not set. Set it, such as "
                 f"device_memory='8GiB', or use {name}='off', 'blocks', 'sqrt' or 'selective'."
             )
-        if self.recompute == "auto" and self.compress:
+        lossy = [code for code in self.compress if code in LOSSY]
+        if self.recompute == "auto" and lossy:
             yield (
-                f"{name}='auto' and activations.compress={self.compress!r} do not combine: decisions count tensors "
-                f"as they are. Leave compress out, or use {name}='off', 'blocks', 'sqrt' or 'selective'."
+                f"{name}='auto' and activations.compress={lossy[0]!r} do not combine: times decide what is stored, so "
+                f"runs would round other tensors. Use 'binarize', 'sparse' and 'inplace', or {name}='off', 'blocks', "
+                f"'sqrt' or 'selective'."
             )
 
     def _check_compress(self) -> None:

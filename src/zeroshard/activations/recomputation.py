@@ -32,7 +32,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from zeroshard.activations.arenas import ArenaUse
-from zeroshard.activations.segments import BlockSegment, Call, Region, SavedSlot, Surroundings, read
+from zeroshard.activations.segments import BlockSegment, Call, Region, SavedSlot, read
+from zeroshard.activations.surroundings import Surroundings
 from zeroshard.comm.collectives import Comm
 from zeroshard.errors import BudgetExceeded
 from zeroshard.parts.generators import ModelDraws, Source, held_by

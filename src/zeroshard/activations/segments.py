@@ -28,9 +28,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_on
 
 from zeroshard.activations.arenas import CheckpointArena, PlacedCheckpoint
 from zeroshard.activations.keep import Kept
-from zeroshard.activations.partition import CheckpointPartition
+from zeroshard.activations.surroundings import Surroundings
 from zeroshard.errors import PlanError
-from zeroshard.memory.ledger import Ledger
 from zeroshard.parts.replay import Replay
 from zeroshard.parts.results import Using
 from zeroshard.units.hooks import place_of
@@ -44,33 +43,6 @@ class Held(Protocol):
 
     def tensor(self) -> Tensor:
         """The tensor."""
-
-
-@dataclass(slots=True)
-class Surroundings:
-    """What of the engine a recomputation touches.
-
-    Attributes:
-        device: on which blocks compute.
-        ledger: enters what is kept.
-        places: the storages of weights now.
-        hold: holds a tensor on the device for the backward, counted.
-        bring: gathers a unit for a backward.
-        draws: a context in which a module draws what it drew in its forward.
-        now: seconds.
-        partition: divides inputs of blocks that several ranks hold alike; None where none do.
-        arena: has the inputs of blocks in one buffer, if they are to lie in one.
-    """
-
-    device: torch.device
-    ledger: Ledger
-    places: Callable[[], set[int]]
-    hold: Callable[[Tensor], Kept]
-    bring: Callable[[int], None]
-    draws: Callable[[nn.Module], AbstractContextManager[None]]
-    now: Callable[[], float]
-    partition: CheckpointPartition | None = None
-    arena: CheckpointArena | None = None
 
 
 @dataclass(slots=True)

@@ -10,6 +10,7 @@ from torch import nn
 
 from zeroshard.activations.make import SaverMeans, saver_of
 from zeroshard.activations.recomputation import Recomputation
+from zeroshard.activations.savers import Savers
 from zeroshard.checks.optimizer_groups import groups_of, refuse_used
 from zeroshard.checks.whole_tensors import refuse_split
 from zeroshard.comm.collectives import Comm
@@ -29,7 +30,6 @@ from zeroshard.parts.late_updates import LateUpdates
 from zeroshard.parts.part import OneVersion, Part, Parts
 from zeroshard.parts.place import DENSE, Axis, Partial, Place, PlaceKind, Split
 from zeroshard.parts.random_numbers import RandomNumbers
-from zeroshard.parts.saver import Saver
 from zeroshard.parts.technique import Technique
 from zeroshard.parts.updater import Updater
 from zeroshard.parts.weights import Weights
@@ -71,7 +71,7 @@ class Assembly:
     precision: Precision
     gatherer: Gatherer
     late: LateUpdates
-    saver: Saver
+    saver: Savers
     recomputation: Recomputation | None = None
 
 

@@ -38,11 +38,12 @@ class Forward:
 
     Attributes:
         writes: watches the parameters.
+        saver: keeps what autograd saves.
     """
 
     def __init__(self, model: nn.Module, assembly: Assembly, backward: Backward, ledger: Ledger) -> None:
         self._parts, self._gatherer, self._late = assembly.parts, assembly.gatherer, assembly.late
-        self._precision, self._saver = assembly.precision, assembly.saver
+        self._precision, self.saver = assembly.precision, assembly.saver
         self._backward, self._ledger = backward, ledger
         self._root = len(self._parts.units) - 1
         self._open: list[tuple[saved_tensors_hooks | None, bool, float]] = []
@@ -151,9 +152,9 @@ class Forward:
             self._gatherer.need(self._root)
         hooks = None
         self._counts = self._ledger.recording or self._ledger.limits_activations
-        if self._counts or self._saver.moves:
+        if self._counts or self.saver.moves:
             self._known = {place_of(buffer) for part in self._parts.all for buffer in part.versions.buffers}
-        if torch.is_grad_enabled() and (self._homes or self._counts or self._saver.moves):
+        if torch.is_grad_enabled() and (self._homes or self._counts or self.saver.moves):
             hooks = saved_tensors_hooks(*self.hooks)
             hooks.__enter__()
         self._open.append((hooks, begins, began))
@@ -192,7 +193,7 @@ class Forward:
             return values_of(tensor)  # and not the parameter, which may have other values by the time of the backward
         if place_of(tensor) in self._known:
             return tensor
-        packed = self._saver.pack(tensor)
+        packed = self.saver.pack(tensor)
         return self._counted(tensor, packed) if isinstance(packed, Kept) else Stored(packed)
 
     @property
@@ -224,11 +225,11 @@ class Forward:
             return saved.weight()
         if isinstance(saved, torch.Tensor):
             return saved
-        return self._saver.unpack(saved.saved)
+        return self.saver.unpack(saved.saved)
 
     def end_step(self) -> None:
         """Wait for saved tensors on their way, and drop prefetched activations that no backward read."""
-        self._saver.settle()
+        self.saver.settle()
 
 
 def _have(late: LateUpdates, unit: int, *_: Any) -> None:

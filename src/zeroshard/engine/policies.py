@@ -9,7 +9,7 @@ from zeroshard.activations.arenas import CheckpointArena
 from zeroshard.activations.make import Means, keeper_of, recomputation_of
 from zeroshard.activations.partition import CheckpointPartition
 from zeroshard.activations.recomputation import Recomputation
-from zeroshard.activations.segments import Surroundings
+from zeroshard.activations.surroundings import Surroundings
 from zeroshard.comm.collectives import Comm
 from zeroshard.engine.forward import Forward
 from zeroshard.moe.step_end import MixtureSteps
@@ -89,7 +89,8 @@ def saving_of(
     draws, now, ledger = parts.random_numbers.again, stage.mesh.now, parts.arena.ledger
     partition = CheckpointPartition(alike["tensor"].comm) if policy.partition else None
     arena = CheckpointArena(stage.mesh.device, forward.hold) if policy.arena else None
-    around = Surroundings(stage.mesh.device, ledger, places, forward.hold, forward.need, draws, now, partition, arena)
+    kept = forward.hold, forward.need, draws, now, partition, arena, forward.saver
+    around = Surroundings(stage.mesh.device, ledger, places, *kept)
     parts.keep_input = keeper_of(around, forward.hooks, plan.offloading.activations)
     parts.inputs = arena if parts.keep_input is None else None
     if not of_blocks and not policy.arena:
