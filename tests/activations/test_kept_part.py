@@ -54,7 +54,7 @@ def tails_alone(blocks: list[BlockMeasures]) -> list[BlockMeasures]:
         operations = tuple(replace(each, seconds=0.0) for each in block.operations)
         shortest = min(each.nbytes for each in block.tails if each.nbytes)
         tails = tuple(replace(each, seconds=0.5 if each.nbytes >= shortest else 1.0) for each in block.tails)
-        found.append(replace(block, seconds=1.0, again=1.0, operations=operations, tails=tails))
+        found.append(replace(block, seconds=1.0, again=1.0, operations=operations, tails=tails, remade=()))
     return found
 
 

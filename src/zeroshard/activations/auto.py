@@ -37,6 +37,7 @@ from zeroshard.activations.nested import NestedSegment
 from zeroshard.activations.operations import Treatment
 from zeroshard.activations.recomputation import BlockForward, Recomputation
 from zeroshard.activations.rotor import ChainItem, PassedBlocks, SavedBlock
+from zeroshard.activations.saved_watch import SavedWatch
 from zeroshard.activations.segments import BlockSegment, Call, Region
 from zeroshard.activations.stored import BySavers, Clocks, StoredCosts, measured
 from zeroshard.activations.surroundings import Surroundings
@@ -384,19 +385,14 @@ class AutoRecomputation(Recomputation):
         if not measures.blocks and found.decided is None:
             measures.before, kept = held - self._started, 0
         meter = BlockMeter(self._names[region.call.module], self._ready, found.known)
-        tensors: list[Tensor] = []
-        pack, unpack = hooks
-
-        def watched(tensor: Tensor) -> Any:
-            new, saved = self._is_new(tensor, found.known), pack(tensor)
-            if region.slots[-1] is not None:
-                meter.saves(tensor, len(region.slots) - 1, new)
-                tensors.extend([tensor] if new and self._around.saver.moves else [])
-            return saved
-
-        output = super()._compute(region, arguments, (watched, unpack), meter)
-        measure = meter.ends(output, max(0, entering - kept), max(0, kept), region.sums)
-        found.measure = replace(measure, stored=self._stored(tensors))
+        watch = SavedWatch(region, meter, hooks, lambda tensor: self._is_new(tensor, found.known))
+        try:
+            output = super()._compute(region, arguments, watch.hooks, meter)
+            measure = meter.ends(output, max(0, entering - kept), max(0, kept), region.sums)
+            stored, remade = self._stored(watch.tensors), watch.remade(output, self._ready)
+            found.measure = replace(measure, stored=stored, remade=remade)
+        finally:
+            watch.end()
         return output
 
     def _stored(self, tensors: list[Tensor]) -> tuple[StoredCosts | None, ...]:

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from zeroshard.activations.block_meter import BlockMeasures, OperationCosts, PassKey, PassMeasures, SavedTail
 from zeroshard.activations.budget import ActivationBudget
+from zeroshard.activations.remade import Recipe, RemadeCosts
 from zeroshard.activations.stored import StoredCosts
 from zeroshard.comm.collectives import Comm
 
@@ -102,10 +103,16 @@ def _merged(pairs: Iterable[tuple[Any, Any]]) -> dict[PassKey, PassMeasures]:
             operations = tuple(OperationCosts(**each) for each in block["operations"])
             tails = tuple(SavedTail(**each) for each in block["tails"])
             stored = tuple(None if each is None else StoredCosts(**each) for each in block["stored"])
-            blocks.append(BlockMeasures(**{**block, "operations": operations, "tails": tails, "stored": stored}))
+            remade = tuple(_remade(each) for each in block["remade"])
+            parts = {"operations": operations, "tails": tails, "stored": stored, "remade": remade}
+            blocks.append(BlockMeasures(**{**block, **parts}))
         measures, kind = PassMeasures(blocks, values["before"], values["after"]), _frozen(key)
         found[kind] = found[kind].highest(measures) if kind in found else measures
     return found
+
+
+def _remade(values: Mapping[str, Any]) -> RemadeCosts:
+    return RemadeCosts(**{**values, "recipes": tuple(Recipe(**each) for each in values["recipes"])})
 
 
 def _frozen(value: Any) -> Any:

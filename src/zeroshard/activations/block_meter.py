@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from zeroshard.activations.operations import kept_operations
+from zeroshard.activations.remade import RemadeCosts
 from zeroshard.activations.stored import StoredCosts, fastest
 from zeroshard.units.hooks import place_of
 
@@ -62,7 +63,7 @@ class SavedTail:
     operations: int
 
 
-Timed = TypeVar("Timed", OperationCosts, SavedTail)
+Timed = TypeVar("Timed", OperationCosts, SavedTail, RemadeCosts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,7 @@ class BlockMeasures:
         copied: bytes of buffers that it changes; computed again, it may save the copies that it meets then.
         tails: of what it saves, the shortest first.
         stored: what it takes to have the plan's savers store what it saves, by their choice; None if they do not.
+        remade: storages that it need not keep.
     """
 
     name: str
@@ -98,6 +100,7 @@ class BlockMeasures:
     copied: int = 0
     tails: tuple[SavedTail, ...] = ()
     stored: tuple[StoredCosts | None, ...] = ()
+    remade: tuple[RemadeCosts, ...] = ()
 
     def highest(self, other: "BlockMeasures") -> "BlockMeasures":
         """The larger bytes of two ranks; the seconds are this one's."""
@@ -249,7 +252,8 @@ def alike(blocks: Sequence[BlockMeasures]) -> list[BlockMeasures]:
 def _kind(block: BlockMeasures) -> Any:
     names = tuple((each.number, each.name, each.nbytes) for each in block.operations)
     tails = tuple((each.first, each.nbytes) for each in block.tails)
-    return block.saved, block.leaving, block.calls, names, tails, tuple(each is None for each in block.stored)
+    made = tuple((each.recipes, each.nbytes) for each in block.remade)
+    return block.saved, block.leaving, block.calls, names, tails, tuple(each is None for each in block.stored), made
 
 
 def _fastest(block: BlockMeasures, others: Sequence[BlockMeasures]) -> BlockMeasures:
@@ -257,7 +261,9 @@ def _fastest(block: BlockMeasures, others: Sequence[BlockMeasures]) -> BlockMeas
     operations = _least_seconds(block.operations, [other.operations for other in others])
     tails = _least_seconds(block.tails, [other.tails for other in others])
     stored = tuple(map(fastest, block.stored, zip(*(other.stored for other in others), strict=True)))
-    return replace(block, seconds=seconds, again=again, operations=operations, tails=tails, stored=stored)
+    remade = _least_seconds(block.remade, [other.remade for other in others])
+    changed = replace(block, seconds=seconds, again=again, operations=operations)
+    return replace(changed, tails=tails, stored=stored, remade=remade)
 
 
 def _least_seconds(these: Sequence[Timed], others: Sequence[Sequence[Timed]]) -> tuple[Timed, ...]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from zeroshard.activations.block_meter import PassMeasures, alike
+from zeroshard.activations.block_meter import BlockMeasures, PassMeasures, alike
 from zeroshard.activations.kept_part import RESTART, ways_of
 from zeroshard.activations.rotor import (
     BlockCosts,
@@ -74,13 +74,13 @@ class PassChain:
         blocks = alike(measures.blocks)
         ways: dict[tuple[Any, ...], tuple[OtherWay, ...]] = {}
         for each in blocks:
-            kind = (each.saved, each.leaving, each.operations, each.tails)
+            kind = _kind(each)
             ways[kind] = ways[kind] if kind in ways else tuple(ways_of(each))
         sums = [0, *(each.sums for each in blocks)]  # which a block that is computed again holds for itself
         self._costs = [
             BlockCosts(
                 each.seconds, 0.0, (each.entering if n else 0) + sums[n], each.saved + each.copied, each.sums,
-                ways.get((each.saved, each.leaving, each.operations, each.tails), ()), RESTART,
+                ways[_kind(each)], RESTART,
             )
             for n, each in enumerate(blocks)
         ]  # fmt: skip
@@ -222,6 +222,12 @@ class PassChain:
             elif not first:
                 seconds += self._costs[item.block].forward
         return seconds
+
+
+def _kind(block: BlockMeasures) -> Any:
+    """What the ways to keep a block in part depend on."""
+    sizes = block.saved, block.leaving, block.sums, block.copied
+    return *sizes, block.operations, block.tails, block.remade
 
 
 def one_at_a_time(count: int) -> tuple[ChainItem, ...]:

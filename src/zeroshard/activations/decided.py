@@ -7,9 +7,9 @@ from typing import Any
 from zeroshard.activations.block_meter import BlockMeasures, PassMeasures, alike
 from zeroshard.activations.chain_decision import PassDecision
 from zeroshard.activations.kept_part import RESTART, KeptPart
-from zeroshard.activations.rotor import ChainItem, PassedBlocks, SavedBlock
+from zeroshard.activations.rotor import ChainItem, OtherWay, PassedBlocks, SavedBlock
 from zeroshard.activations.segments import Call
-from zeroshard.activations.stored import BySavers, is_by_savers
+from zeroshard.activations.stored import BySavers
 
 
 @dataclass(slots=True)
@@ -64,7 +64,7 @@ def rows_of(decided: Decided, calls: Mapping[str, Call]) -> list[dict[str, Any]]
     `measured_kept_bytes` (between forward and backward; of the last block none is measured, nor where savers store
     blocks, as copies may be under way), `again` and `measured_again` (how often a forward is computed again),
     `again_seconds` and `measured_again_seconds` (of one forward, the measured ones the mean over the steps since the
-    decision), and `stored_seconds` (predicted, that it takes longer because savers store what it saves).
+    decision), and `stored_seconds` (predicted, that a block takes longer that is stored or made again in part).
     """
     rows = []
     blocks = decided.measures.blocks
@@ -92,7 +92,7 @@ def rows_of(decided: Decided, calls: Mapping[str, Call]) -> list[dict[str, Any]]
                 "measured_again": (call.again[0] - before[0]) / divisor,
                 "again_seconds": again * seconds,
                 "measured_again_seconds": (call.again[1] - before[1]) / divisor,
-                "stored_seconds": seconds if is_by_savers(item) else 0.0,
+                "stored_seconds": seconds if isinstance(item, SavedBlock) and again == 0 and item.way else 0.0,
             }
         )
     return rows
@@ -103,7 +103,7 @@ def _again(items: tuple[ChainItem, ...], first: bool) -> dict[int, int]:
     counts: dict[int, int] = {}
     for item in items:
         if isinstance(item, SavedBlock):
-            computed = item.way is not None and not is_by_savers(item)
+            computed = item.way is not None and not is_kept(item.way)
             counts[item.block] = counts.get(item.block, 0) + (computed if first else 1)
             continue
         for number in range(item.first, item.last + 1):
@@ -111,6 +111,11 @@ def _again(items: tuple[ChainItem, ...], first: bool) -> dict[int, int]:
         for number, more in _again(item.again, first=False).items():
             counts[number] = counts.get(number, 0) + more
     return counts
+
+
+def is_kept(way: OtherWay) -> bool:
+    """Whether a way computes nothing of the block's forward again."""
+    return isinstance(way.choice, BySavers) or (isinstance(way.choice, KeptPart) and not way.choice.computed)
 
 
 def _kept(item: ChainItem, number: int, blocks: list[BlockMeasures]) -> int:
@@ -132,6 +137,8 @@ def _action(item: ChainItem, number: int, blocks: list[BlockMeasures]) -> str:
     if isinstance(part, BySavers):
         return part.how
     assert isinstance(part, KeptPart)
+    if not part.computed:
+        return f"kept but for results of {', '.join(sorted({recipe.rule for recipe in part.remade}))}"
     kept = sorted({each.name for each in block.operations if each.number in part.operations})
     if part.first is not None:
         calls = next(each.calls for each in block.tails if each.first == part.first)

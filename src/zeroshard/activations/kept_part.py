@@ -5,13 +5,14 @@ none: a recomputation ends with the last tensor that it is asked for, so what le
 Of a block with dropout at its end that is the product before it, for as many bytes as the factors of the dropout have.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 from zeroshard.activations.block_meter import BlockMeasures, OperationCosts, SavedTail, keepable
 from zeroshard.activations.operations import OperationsMode, Treatment
+from zeroshard.activations.remade import Recipe
 from zeroshard.activations.rotor import OtherWay
 from zeroshard.activations.segments import Region
 from zeroshard.errors import BudgetExceeded
@@ -23,15 +24,26 @@ FEW = 2e-5  # seconds; what takes less is not worth to be kept
 
 @dataclass(frozen=True, slots=True)
 class KeptPart:
-    """What is kept of a block that is computed again.
+    """What is kept of a block that is not kept whole.
 
     Attributes:
         operations: the numbers of those whose results are kept.
         first: the number of the first tensor that is kept with all that are saved after it; None if none is.
+        remade: how those of them are made that are let go nevertheless.
     """
 
     operations: tuple[int, ...] = ()
     first: int | None = None
+    remade: tuple[Recipe, ...] = ()
+
+    @property
+    def computed(self) -> bool:
+        """Whether the block is computed again."""
+        return self.first != 0
+
+    def recipe(self, number: int) -> Recipe | None:
+        """How a saved tensor is made again; None if it is not."""
+        return next((recipe for recipe in self.remade if recipe.number == number), None)
 
 
 class ChosenOperations(OperationsMode):
@@ -64,9 +76,18 @@ def ways_of(block: BlockMeasures) -> list[OtherWay]:
             peak = block.saved + block.copied + block.sums + sum(each.beside for each in chosen)
             part = KeptPart(numbers, None if tail is whole else tail.first)
             found.append(OtherWay(held, peak, block.seconds + RESTART + tail.seconds - spared, part))
+    found += _remade_ways(block)
     found.sort(key=lambda way: (way.held, way.seconds))
     pairs = zip(found, accumulate((way.seconds for way in found), min), strict=True)
     return [way for way, seconds in pairs if way.seconds == seconds and way.held < block.saved]
+
+
+def _remade_ways(block: BlockMeasures) -> Iterator[OtherWay]:
+    """The block kept but for tensors that are made again, those first that free the most bytes for their seconds."""
+    held, seconds, recipes = block.saved + block.sums, block.seconds + RESTART, list[Recipe]()
+    for each in sorted(block.remade, key=lambda costs: costs.seconds / costs.nbytes):
+        held, seconds, recipes = held - each.nbytes, seconds + each.seconds, [*recipes, *each.recipes]
+        yield OtherWay(held, block.saved + block.copied + block.sums, seconds, KeptPart((), 0, tuple(recipes)))
 
 
 def lower_hull(tails: Sequence[SavedTail]) -> list[SavedTail]:

@@ -11,7 +11,6 @@ from typing import Any
 from torch import Tensor
 
 from zeroshard.activations.keep import Kept
-from zeroshard.activations.rotor import SavedBlock
 from zeroshard.activations.savers import Savers
 from zeroshard.errors import BudgetExceeded
 from zeroshard.units.hooks import place_of
@@ -113,11 +112,6 @@ def fastest(costs: StoredCosts | None, measured: Sequence[StoredCosts | None]) -
     known = [each for each in measured if each is not None]
     times = {name: min(getattr(each, name) for each in known) for name in ("own", "down", "up")} if known else {}
     return None if costs is None else replace(costs, **times)
-
-
-def is_by_savers(item: object) -> bool:
-    """Whether an item of an order is a block whose tensors the savers store."""
-    return isinstance(item, SavedBlock) and item.way is not None and isinstance(item.way.choice, BySavers)
 
 
 def ahead_of(seconds: Sequence[float], number: int, spacing: int) -> float | None:

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from torch import Tensor
 
+from zeroshard.activations.remade import remade
 from zeroshard.activations.segments import BlockSegment, Region, SavedSlot
 from zeroshard.errors import BudgetExceeded
 from zeroshard.memory.ledger import Ledger
@@ -80,11 +81,13 @@ class KeptSegment(BlockSegment):
         """What the graph gets in the place of a tensor, which holds that."""
         slot = super().slot(tensor)
         region = self._regions[-1]
-        first = 0 if region.choice is None else region.choice.first
-        keeps = len(region.slots) > first and not region.dropped
+        number, part = len(region.slots) - 1, region.choice
+        keeps = (part is None or number >= part.first) and not region.dropped
         if keeps and isinstance(slot, SavedSlot) and region.hooks is not None:
+            recipe = None if part is None else part.recipe(number)
+            slot.held = None if recipe is None else remade(tensor, recipe, slot, self._around.hold)
             try:
-                slot.held = _Packed(region.hooks[0](tensor), region.hooks[1])
+                slot.held = slot.held or _Packed(region.hooks[0](tensor), region.hooks[1])
             except BudgetExceeded:
                 if self.waits is None:  # blocks hold collectives, which all ranks repeat alike
                     raise
