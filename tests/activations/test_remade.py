@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from activations.test_recompute import SGD, WIDTH, Stack, batch
+from pool import Pool
+from selection import by_default
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -16,6 +18,7 @@ from zeroshard.activations import chain_decision, remade
 from zeroshard.activations.block_meter import BlockMeasures
 from zeroshard.activations.keep import Kept
 from zeroshard.activations.remade import Recipe, costs_of, next_number
+from zeroshard.train.gpt import GPT, GPTConfig
 
 FORWARDS = (1, 1, 1)
 
@@ -276,3 +279,53 @@ def test_a_node_that_another_backward_has_freed_has_its_block_computed_again(mon
         except zs.errors.BudgetExceeded:
             continue
         assert all(map(torch.equal, found, kept))
+
+
+def train_ranks(mesh: zs.Mesh, plans: list[dict[str, Any]]) -> list[Any]:
+    """Weights and actions of each plan; those with a part of the budget of kept blocks favour what is made again."""
+    known = chain_decision.alike, remade.SMALLEST
+    chain_decision.alike, remade.SMALLEST = all_made_again, 0
+    try:
+        return [one_rank(mesh, plan) for plan in plans]
+    finally:
+        chain_decision.alike, remade.SMALLEST = known
+
+
+def one_rank(mesh: zs.Mesh, plan: dict[str, Any]) -> tuple[dict[str, Tensor], int, set[str]]:
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(32, 8, 16, 2, 4, 0.1))
+    example = torch.zeros(2, 8, dtype=torch.long)
+    engine = zs.Engine(model, SGD, zs.Plan.from_dict(plan), mesh=mesh, example=(example, example))
+    torch.manual_seed(1 + mesh.rank)
+    peaks = []
+    for step in range(4):
+        tokens = torch.randint(32, (8, 9), generator=torch.Generator().manual_seed(100 * step + engine.data_rank))
+        with engine.trace(memory=True) as trace:
+            engine.train_step((tokens[:, :-1], tokens[:, 1:]))
+        peaks.append(max(sum(event.nbytes.values()) for event in trace.memory))
+    actions = {row["action"] for row in engine.activation_decisions}
+    return engine.state_dict(), max(peaks[1:]), actions
+
+
+PLANS: list[dict[str, Any]] = [
+    {"zero": 2, "microbatches": 2},
+    {"zero": 3, "transport": "network"},
+    {"zero": 1, "tensor_parallel": 2},
+    {"zero": 1, "tensor_parallel": 2, "tensor_parallel.sequence": False},
+    {"zero": 1, "pipeline_parallel": 2, "microbatches": 2, "pipeline_parallel.schedule": "1f1b"},
+]
+
+
+@pytest.mark.parametrize("plan", by_default(PLANS, *PLANS[1:4]), ids=str)
+def test_ranks_make_tensors_again_with_the_same_bits(pool: Pool, plan: dict[str, Any]) -> None:
+    kept = pool.run(train_ranks, 2, [{**plan, "device_memory": "1GiB"}])
+    highest = max(answer[0][1] for answer in kept)
+    budgets = [highest * part // 20 for part in (19, 18, 17)]
+    answers = pool.run(train_ranks, 2, [{**plan, **auto(budget)} for budget in budgets])
+    actions = set[str]()
+    for found, (expected,) in zip(answers, kept, strict=True):
+        for (weights, peak, did), budget in zip(found, budgets, strict=True):
+            assert all(torch.equal(value, expected[0][name]) for name, value in weights.items())
+            assert peak <= budget
+            actions |= did
+    assert any(action.startswith("kept but for results of") for action in actions)

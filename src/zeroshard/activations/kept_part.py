@@ -84,10 +84,10 @@ def ways_of(block: BlockMeasures) -> list[OtherWay]:
 
 def _remade_ways(block: BlockMeasures) -> Iterator[OtherWay]:
     """The block kept but for tensors that are made again, those first that free the most bytes for their seconds."""
-    held, seconds, recipes = block.saved + block.sums, block.seconds + RESTART, list[Recipe]()
+    held, seconds, recipes = block.saved, block.seconds + RESTART, list[Recipe]()
     for each in sorted(block.remade, key=lambda costs: costs.seconds / costs.nbytes):
         held, seconds, recipes = held - each.nbytes, seconds + each.seconds, [*recipes, *each.recipes]
-        yield OtherWay(held, block.saved + block.copied + block.sums, seconds, KeptPart((), 0, tuple(recipes)))
+        yield OtherWay(held, block.saved + block.copied, seconds, KeptPart((), 0, tuple(recipes)))
 
 
 def lower_hull(tails: Sequence[SavedTail]) -> list[SavedTail]:

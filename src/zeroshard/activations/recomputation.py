@@ -147,7 +147,7 @@ class Recomputation:
         args, kwargs = arguments
         with ExitStack() as stack:
             stack.enter_context(saved_tensors_hooks(*hooks))
-            region.saves_sums = self._save_sums
+            region.saves_sums = self._save_sums and (region.choice is None or region.choice.computed)
             for context in (Using(region), region.call.operations(region), watching):
                 stack.enter_context(context) if context is not None else None
             return region.call.forward(*args, **kwargs)

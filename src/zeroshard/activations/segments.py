@@ -386,7 +386,7 @@ class BlockSegment:
     def slot(self, tensor: Tensor) -> Any:
         """What the graph gets in the place of a tensor that the last region saves."""
         region = self._regions[-1]
-        if isinstance(tensor, nn.Parameter) or place_of(tensor) in self._weights:
+        if place_of(tensor) in self._weights or (tensor.is_leaf and isinstance(tensor, nn.Parameter)):
             region.slots.append(None)
             return _KeptBack(tensor, region.hooks)
         slot = SavedSlot(self, len(self._regions) - 1, tensor)

@@ -189,7 +189,7 @@ class Forward:
         home = self._homes.get(place_of(tensor))
         if home is not None:
             return _SavedWeight(tensor, *home)
-        if isinstance(tensor, nn.Parameter):
+        if tensor.is_leaf and isinstance(tensor, nn.Parameter):
             return values_of(tensor)  # and not the parameter, which may have other values by the time of the backward
         if place_of(tensor) in self._known:
             return tensor

@@ -182,7 +182,7 @@ class Ledger:
 
     def total(self, tier: str = "device") -> int:
         """Current bytes of all categories."""
-        return sum(account.current for (held_on, _), account in self._accounts.items() if held_on == tier)
+        return sum([self._accounts[tier, category].current for category in Category])
 
     def model_states(self, tier: str = "device") -> int:
         """Current bytes of parameters, gradients, master weights and optimizer states."""
