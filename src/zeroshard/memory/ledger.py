@@ -88,6 +88,7 @@ class Ledger:
         self._accounts: dict[tuple[str, Category], Account] = {
             (tier, category): Account() for tier in WAYS_OUT for category in Category
         }
+        self._held = dict.fromkeys(WAYS_OUT, 0)  # by tier
         self._recordings: list[Recording] = []
         self._entered: dict[int, StorageWeakRef] = {}  # which hold addresses, not memory
         self.saved = SavedStorages(self)
@@ -124,6 +125,7 @@ class Ledger:
         self.check_room(category, nbytes, label, tier)
         account = self._accounts[tier, category]
         account.current += nbytes
+        self._held[tier] += nbytes
         account.padding += padding
         account.peak = max(account.peak, account.current)
         if tier == "device":
@@ -158,6 +160,7 @@ class Ledger:
         account = self._accounts[tier, category]
         assert nbytes <= account.current, f"{label} gives back {nbytes} bytes of {category}, {account.current} are held"
         account.current -= nbytes
+        self._held[tier] -= nbytes
         account.padding -= padding
         if tier == "device":
             self._note("free " + label)
@@ -182,7 +185,7 @@ class Ledger:
 
     def total(self, tier: str = "device") -> int:
         """Current bytes of all categories."""
-        return sum([self._accounts[tier, category].current for category in Category])
+        return self._held[tier]
 
     def model_states(self, tier: str = "device") -> int:
         """Current bytes of parameters, gradients, master weights and optimizer states."""
