@@ -1,5 +1,6 @@
 """Saved tensors that are made again from others that are saved: the same bits, and what they take is free meanwhile."""
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -11,6 +12,7 @@ from activations.test_recompute import SGD, WIDTH, Stack, batch
 from pool import Pool
 from selection import by_default
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 import zeroshard as zs
@@ -18,6 +20,7 @@ from zeroshard.activations import chain_decision, remade
 from zeroshard.activations.block_meter import BlockMeasures
 from zeroshard.activations.keep import Kept
 from zeroshard.activations.remade import Recipe, costs_of, next_number
+from zeroshard.memory.ledger import Category
 from zeroshard.train.gpt import GPT, GPTConfig
 
 FORWARDS = (1, 1, 1)
@@ -329,3 +332,37 @@ def test_ranks_make_tensors_again_with_the_same_bits(pool: Pool, plan: dict[str,
             assert peak <= budget
             actions |= did
     assert any(action.startswith("kept but for results of") for action in actions)
+
+
+class Failing(Block):
+    """Raises in its second forward, once."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        Failing.calls += 1
+        if Failing.calls == 2:
+            raise ValueError("the block fails")
+        return out
+
+
+@pytest.mark.parametrize("kind", [Block, Failing])
+def test_a_measured_graph_is_freed_with_its_loss(kind: type[Block]) -> None:
+    """What watches the forward is known to the graph's hooks, and must not hold the graph."""
+    Failing.calls = 0
+    gc.collect()
+    gc.disable()
+    try:
+        engine = zs.Engine(Stack(3, kind), SGD, zs.Plan.from_dict(auto("1GiB")))
+        alive: list[Any] = []
+        store = lambda *given: alive.append(StorageWeakRef(given[2].untyped_storage()))  # noqa: E731
+        engine.model.blocks[0].up.register_forward_hook(store)
+        try:
+            engine(batch(0, 0))
+        except ValueError:
+            assert kind is Failing
+        assert alive and all(storage.expired() for storage in alive)
+        assert engine.ledger.account(Category.ACTIVATIONS).current == 0
+    finally:
+        gc.enable()
