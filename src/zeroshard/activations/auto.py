@@ -391,18 +391,21 @@ class AutoRecomputation(Recomputation):
             new, saved = self._is_new(tensor, found.known), pack(tensor)
             if region.slots[-1] is not None:
                 meter.saves(tensor, len(region.slots) - 1, new)
-                tensors.extend([tensor] if new and self._around.saver.moves else [])
+                tensors.extend([tensor] if self._around.saver.moves and place_of(tensor) != -1 else [])
             return saved
 
         output = super()._compute(region, arguments, (watched, unpack), meter)
         measure = meter.ends(output, max(0, entering - kept), max(0, kept), region.sums)
-        found.measure = replace(measure, stored=self._stored(tensors))
+        found.measure = replace(measure, stored=self._stored(tensors, found.known))
         return output
 
-    def _stored(self, tensors: list[Tensor]) -> tuple[StoredCosts | None, ...]:
-        """What it takes to store what a block saves, by the choices of the plan's savers."""
-        savers, by = self._around.saver, Clocks(self._around.now, self._ready, lambda: self._budget.activations)
-        return tuple(measured(savers, number, tensors, by) for number in range(len(savers.choices)))
+    def _stored(self, tensors: list[Tensor], known: set[int]) -> tuple[StoredCosts | None, ...]:
+        """What it takes to store what a block saves, by the choices of the plan's savers; None where room is short."""
+        savers, budget = self._around.saver, self._budget
+        by = Clocks(self._around.now, self._ready, lambda: budget.activations, known)
+        largest = max((tensor.untyped_storage().nbytes() for tensor in tensors), default=0)
+        room = 2 * largest <= budget.left  # what is stored of it, and what is read
+        return tuple(measured(savers, n, tensors, by) if room else None for n in range(len(savers.choices)))
 
     def _ready(self) -> float:
         """Seconds of the clock when the device has done all."""

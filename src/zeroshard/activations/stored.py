@@ -4,8 +4,8 @@ In the first forward what a block saves is stored and read once, to see what tha
 seconds of the thread, and seconds of copies that run beside it. On a CPU copies run in the thread.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -61,51 +61,70 @@ class Clocks:
         now: seconds.
         ready: the same, once the device has done all.
         held: bytes of activations on the device.
+        known: storages that are there anyway.
     """
 
     now: Callable[[], float]
     ready: Callable[[], float]
     held: Callable[[], int]
+    known: Collection[int] = ()
 
 
 def measured(savers: Savers, number: int, saved: Sequence[Tensor], by: Clocks) -> StoredCosts | None:
-    """Have savers store what a block saves, and read it again.
+    """Have savers store what a block saves, and read it again; one storage after the other, of which copies are alive.
 
     Args:
         savers: of the plan.
         number: of their choice, in `Savers.choices`.
+        saved: all that the block saves, but for weights.
 
     Returns:
         None if they store none of it, or have too little room.
     """
-    handles: list[Any] = []
-    stays: dict[int, int] = {}  # bytes of storages that no saver takes
-    before, own, down = by.held(), 0.0, 0.0
+    storages: dict[int, list[Tensor]] = {}
+    for tensor in saved:
+        storages.setdefault(place_of(tensor), []).append(tensor)
     asked, savers.asked = savers.asked, savers.choices[number]
     try:
-        for tensor in saved:
-            start = by.ready()
-            handle = savers.pack(tensor)
-            packed = by.now()
-            if isinstance(handle, Kept):
-                stays[place_of(tensor)] = tensor.untyped_storage().nbytes()
-                continue
-            savers.settle()
-            handles.append(handle)
-            own, down = own + packed - start, down + by.ready() - packed
-        if not handles:
-            return None
-        held, start = by.held() - before, by.ready()
-        while handles:
-            savers.unpack(handles.pop())
-        read = by.now()
-        return StoredCosts(held + sum(stays.values()), own + read - start, down, by.ready() - read)
+        found = [_storage_costs(savers, tensors, by) for tensors in storages.values()]
     except BudgetExceeded:  # of the host
         return None
     finally:
-        handles.clear()
         savers.settle()
         savers.asked = asked
+    if not any(taken for _, taken in found):
+        return None
+    return StoredCosts(*map(sum, zip(*(astuple(costs) for costs, _ in found), strict=True)))
+
+
+def _storage_costs(savers: Savers, tensors: Sequence[Tensor], by: Clocks) -> tuple[StoredCosts, bool]:
+    """Costs of tensors that lie in one storage, and whether a saver takes any."""
+    handles: list[Any] = []
+    before, own, down, stays = by.held(), 0.0, 0.0, 0
+    for tensor in tensors:
+        start = by.ready()
+        handle = savers.pack(tensor)
+        packed = by.now()
+        if isinstance(handle, Kept):
+            stays = 0 if place_of(tensor) in by.known else tensor.untyped_storage().nbytes()
+            continue
+        savers.settle()
+        handles.append(handle)
+        own, down = own + packed - start, down + by.ready() - packed
+    held, start = by.held() - before + stays, by.ready()
+    if not handles:
+        return StoredCosts(held, 0.0, 0.0, 0.0), False
+    while handles:
+        savers.unpack(handles.pop())
+    read = by.now()
+    costs = StoredCosts(held, own + read - start, down, by.ready() - read)
+    savers.settle()
+    return costs, True
+
+
+def of_both(ours: StoredCosts | None, theirs: StoredCosts | None) -> StoredCosts | None:
+    """The costs of one rank with the larger bytes of two; None where one of them stores nothing."""
+    return None if ours is None or theirs is None else replace(ours, held=max(ours.held, theirs.held))
 
 
 def fastest(costs: StoredCosts | None, measured: Sequence[StoredCosts | None]) -> StoredCosts | None:
@@ -124,7 +143,8 @@ def ahead_of(seconds: Sequence[float], number: int, spacing: int) -> float | Non
     """Seconds of the forwards beside which the copies of a block run, where one of `spacing` blocks is stored.
 
     Returns:
-        None for the other blocks. As many as the copies need come after the last that is stored.
+        None for the other blocks. After the last that is stored come as many; where any may be, none need come.
     """
-    stored = (len(seconds) - 1 - number) % spacing == spacing - 1
+    later = len(seconds) - 1 - number
+    stored = spacing == 1 or (later > 0 and later % spacing == 0)
     return sum(seconds[number + 1 : number + 1 + spacing]) if stored else None
