@@ -276,8 +276,9 @@ class AutoRecomputation(Recomputation):
             part = None if item is None or item.way is None else item.way.choice
             if isinstance(part, BySavers):
                 self._around.saver.asked = self._around.saver.choices[part.number]
-                return None
-            has_tail = isinstance(part, KeptPart) and part.first is not None
+                if not (part.varies and self._waiting.drops):
+                    return None
+            has_tail = isinstance(part, KeptPart | BySavers) and part.first is not None
             return (KeptSegment if has_tail else BlockSegment)(self._around, self._weights, self._count)
         if number == item.first or self._segment is None:
             self._segment = self._passed_segment(item, number)

@@ -34,11 +34,11 @@ class Rules:
 
     Attributes:
         alone: each block that is computed again is so by itself: others would gather weights once more.
-        stores: what the choices of the plan's savers do, in words.
+        stores: the choices of the plan's savers.
     """
 
     alone: bool
-    stores: tuple[str, ...] = ()
+    stores: tuple[BySavers, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,10 +154,10 @@ class PassChain:
     def _with_stored(self, number: int, spacing: int) -> BlockCosts:
         cost, block = self._costs[number], self._blocks[number]
         ahead, ways = ahead_of([each.seconds for each in self._blocks], number, spacing), list(cost.ways)
-        for choice, (stored, how) in enumerate(zip(block.stored, self._rules.stores, strict=True)):
+        for stored, choice in zip(block.stored, self._rules.stores, strict=True):
             if stored is not None and ahead is not None and stored.held + block.leaving < block.saved:
                 held, peak = stored.held + block.leaving + block.sums, stored.held + cost.saved + cost.temporary
-                ways.append(OtherWay(held, peak, block.seconds + stored.seconds(ahead), BySavers(choice, how)))
+                ways.append(OtherWay(held, peak, block.seconds + stored.seconds(ahead), choice))
         return replace(cost, ways=tuple(ways))
 
     def _grid(self, steps: int) -> list[int]:

@@ -21,6 +21,7 @@ from zeroshard.activations.recomputation import Recomputation
 from zeroshard.activations.regions import SMALLEST
 from zeroshard.activations.savers import Savers
 from zeroshard.activations.segments import Hooks, keep_input
+from zeroshard.activations.stored import choices_of
 from zeroshard.activations.surroundings import Surroundings
 from zeroshard.comm.mesh import Mesh
 from zeroshard.memory import HostMemory
@@ -151,8 +152,7 @@ def _auto_of(
     planned = lambda: planned_bytes(parts, means.planned())  # noqa: E731
     first = FirstStep(model, around.device, around.ledger, parts.reserve, waits=not means.streams)
     budget = ActivationBudget(around.ledger, planned, first, scratch, not means.shares_experts, together)
-    stores = tuple(" or ".join(saver.how for saver in choice) for choice in around.saver.choices)
-    rules = Rules(parts.gatherer.passes or together, stores)
+    rules = Rules(parts.gatherer.passes or together, choices_of(around.saver))
     return AutoRecomputation(model, blocks, around, budget, rules, policy.save_sums)
 
 

@@ -42,15 +42,27 @@ class StoredCosts:
 
 @dataclass(frozen=True, slots=True)
 class BySavers:
-    """The choice of a block whose tensors savers store.
+    """The choice of a block whose tensors savers store; as a `KeptPart` that keeps all that the block saves.
 
     Attributes:
         number: of the savers' choice, in `Savers.choices`.
         how: what they do, in words.
+        varies: whether bytes on the device depend on values, so that such a block is to be droppable.
     """
 
     number: int
     how: str
+    varies: bool = False
+    operations: tuple[int, ...] = ()
+    first: int = 0
+
+
+def choices_of(savers: Savers) -> tuple[BySavers, ...]:
+    """The savers of a plan that may store a block, each alone or all, in the order of `Savers.choices`."""
+    return tuple(
+        BySavers(number, " or ".join(saver.how for saver in each), any(saver.varies for saver in each))
+        for number, each in enumerate(savers.choices)
+    )
 
 
 @dataclass(frozen=True, slots=True)
