@@ -1,5 +1,6 @@
 """Blocks under recompute="auto" whose saved tensors go to the host or are compressed: chosen by times, lossless."""
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -208,6 +209,73 @@ def test_blocks_whose_forms_grow_are_dropped_where_room_is_short() -> None:
     assert dropped
 
 
+@pytest.mark.parametrize("part", [0.5, 0.75])
+def test_blocks_for_which_the_host_has_no_room_are_computed_again(part: float) -> None:
+    def steps(plan: dict[str, Any], host: int | None = None) -> tuple[list[float], dict[str, Tensor], int, set[str]]:
+        torch.manual_seed(0)
+        engine = zs.Engine(Chain(), SGD, zs.Plan.from_dict(plan), example=(batch(0),))
+        if host is not None:
+            engine.ledger.budgets["host"] = host
+        torch.manual_seed(1)
+        losses = [engine.train_step((batch(step),)).loss.item() for step in range(STEPS)]
+        return losses, engine.state_dict(), engine.recomputed, {row["action"] for row in engine.activation_decisions}
+
+    kept = train({"device_memory": "1GiB"})
+    with storing():
+        plan = {**OFFLOAD, "device_memory": stored_budget(kept, part)}
+        expected, found, none = steps(plan), steps(plan, 150_000), steps(plan, 20_000)
+    for losses, weights, _, _ in (found, none):
+        assert losses == expected[0] and all(torch.equal(weights[name], value) for name, value in expected[1].items())
+    assert expected[2] < found[2] and "sent to the host" in found[3]
+    assert found[2] < none[2] and "sent to the host" not in none[3]
+
+
+class Failing(Chain):
+    """Raises in the middle of its third block, if asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fails = False
+        self.blocks[2].up.register_forward_hook(self.fail)
+
+    def fail(self, *_: Any) -> None:
+        if self.fails:
+            raise ValueError("in a block")
+
+
+def fail(engine: zs.Engine) -> None:
+    engine.model.fails = True
+    state = torch.get_rng_state()
+    with pytest.raises(ValueError, match="in a block"):
+        engine(batch(50))
+    torch.set_rng_state(state)
+    engine.model.fails = False
+    gc.collect()  # the traceback holds its graph
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_errors_in_a_block_leave_the_savers_as_they_were(way: str) -> None:
+    def steps(plan: dict[str, Any], fails: bool = True) -> tuple[list[float], dict[str, Tensor]]:
+        torch.manual_seed(0)
+        engine = zs.Engine(Failing(), SGD, zs.Plan.from_dict(plan), example=(batch(0),))
+        torch.manual_seed(1)
+        losses, asked = [], engine._forward.saver.asked
+        for step in range(STEPS):
+            if step and fails:
+                fail(engine)
+            losses.append(engine.train_step((batch(step),)).loss.item())
+            assert list(engine._forward.saver.asked) == list(asked)
+        return losses, engine.state_dict()
+
+    kept = train({"device_memory": "1GiB"})
+    with storing():
+        losses, weights = steps({**WAYS[way][0], "device_memory": stored_budget(kept, 0.7)})
+    expected = steps({"device_memory": "1GiB"}, fails=False)
+    assert losses == expected[0]
+    names = [name for name in weights if "running" not in name and "num_batches" not in name]
+    assert all(torch.equal(weights[name], expected[1][name]) for name in names)
+
+
 class Recorded:
     """A saver that keeps every other tensor as it is, and takes the rest; its clock runs with each copy."""
 
@@ -258,6 +326,20 @@ def test_storing_is_measured_storage_by_storage() -> None:
     known = (stays.untyped_storage()._cdata,)
     again = measured(savers, 0, [taken, stays], clocks(saver, known))
     assert again is not None and again.held == taken.nbytes // 4
+
+
+def test_copies_under_way_of_others_do_not_count() -> None:
+    class Sends(Recorded):
+        sent = 1000
+
+        def settle(self) -> None:
+            self.ledger.give(Category.ACTIVATIONS, self.sent, "a source")
+            self.sent = 0
+
+    saver, tensor = Sends(), torch.zeros(64)
+    saver.ledger.take(Category.ACTIVATIONS, saver.sent, "a source")
+    found = measured(Savers([saver]), 0, [tensor], clocks(saver))
+    assert found is not None and found.held == tensor.nbytes // 4
 
 
 def test_what_is_not_stored_has_no_costs() -> None:

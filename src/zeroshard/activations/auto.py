@@ -274,10 +274,9 @@ class AutoRecomputation(Recomputation):
                 droppable = self._pass is not None and self._may_drop(self._pass, decision, number)
                 return KeptSegment(self._around, self._weights, self._count) if droppable else None
             part = None if item is None or item.way is None else item.way.choice
-            if isinstance(part, BySavers):
-                self._around.saver.asked = self._around.saver.choices[part.number]
-                if not (part.varies and self._waiting.drops):
-                    return None
+            if isinstance(part, BySavers) and not self._waiting.drops:
+                self._ask(part)
+                return None
             has_tail = isinstance(part, KeptPart | BySavers) and part.first is not None
             return (KeptSegment if has_tail else BlockSegment)(self._around, self._weights, self._count)
         if number == item.first or self._segment is None:
@@ -370,13 +369,19 @@ class AutoRecomputation(Recomputation):
         if isinstance(item, SavedBlock) and item.way is not None:
             region.choice = item.way.choice
             region.call.needed = None
+            self._ask(region.choice)
+
+    def _ask(self, choice: object) -> None:
+        """Have savers store what the block saves that is about to run, if that is its choice."""
+        if isinstance(choice, BySavers):
+            self._around.saver.asked = self._around.saver.choices[choice.number]
 
     def _compute(self, region: Region, arguments: Any, hooks: Any, watching: Any = None) -> Any:
         found = self._pass
         if found is None or found.measures is None:
             self._choose(region, self._called - 1)
             output = super()._compute(region, arguments, hooks, watching)
-            if found is not None and self._segment is None:
+            if found is not None and self._segment is None and getattr(region.choice, "varies", True):
                 self._waiting.keep(region)
             return output
         held, measures, found.region = self._budget.activations, found.measures, region

@@ -47,7 +47,7 @@ class BySavers:
     Attributes:
         number: of the savers' choice, in `Savers.choices`.
         how: what they do, in words.
-        varies: whether bytes on the device depend on values, so that such a block is to be droppable.
+        varies: whether bytes on the device depend on values, so that it may have to be dropped.
     """
 
     number: int
@@ -97,6 +97,7 @@ def measured(savers: Savers, number: int, saved: Sequence[Tensor], by: Clocks) -
     for tensor in saved:
         storages.setdefault(place_of(tensor), []).append(tensor)
     asked, savers.asked = savers.asked, savers.choices[number]
+    savers.settle()  # what others have under way would free its bytes meanwhile
     try:
         found = [_storage_costs(savers, tensors, by) for tensors in storages.values()]
     except BudgetExceeded:  # of the host
@@ -123,7 +124,7 @@ def _storage_costs(savers: Savers, tensors: Sequence[Tensor], by: Clocks) -> tup
         savers.settle()
         handles.append(handle)
         own, down = own + packed - start, down + by.ready() - packed
-    held, start = by.held() - before + stays, by.ready()
+    held, start = max(0, by.held() - before) + stays, by.ready()
     if not handles:
         return StoredCosts(held, 0.0, 0.0, 0.0), False
     while handles:
