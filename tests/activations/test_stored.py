@@ -16,6 +16,7 @@ from engine.offloaded import EXECUTORS, executing
 from pool import Pool
 from selection import by_default
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 import zeroshard as zs
@@ -177,6 +178,26 @@ def test_what_was_done_is_listed(way: str) -> None:
         if row["action"] in stores:
             assert row["again"] == row["measured_again"] == row["again_seconds"] == 0
             assert row["kept_bytes"] < row["saved_bytes"]
+
+
+def test_what_comes_after_the_last_block_stays_on_the_device() -> None:
+    """In the first step too, where its bytes are measured."""
+    kept, found = train({"recompute": "auto", "device_memory": "1GiB"}), train({**OFFLOAD, "device_memory": "1GiB"})
+    assert (
+        actions(found) == {"kept"} and found["peaks"][0] >= kept["peaks"][0] and found["peaks"][1:] == kept["peaks"][1:]
+    )
+    assert not any(row.measured_bytes for row in found["traffic"] if "activations" in str(row.purpose))
+
+
+def test_the_first_forward_holds_no_block_that_was_measured() -> None:
+    """Neither the ledger nor the tensors that are alive: the graph keeps the hooks of what it saves."""
+    made: list[StorageWeakRef] = []
+    engine = zs.Engine(Chain(), SGD, zs.Plan.from_dict({**BOTH, "device_memory": "1GiB"}), example=(batch(0),))
+    for block in engine.model.blocks:
+        block.down.register_forward_pre_hook(lambda _, args: made.append(StorageWeakRef(args[0].untyped_storage())))
+    loss = engine(batch(0))
+    assert len(made) == BLOCKS and all(each.expired() for each in made)
+    engine.backward(loss)
 
 
 class Denser(Block):
@@ -354,7 +375,7 @@ def test_what_is_not_stored_has_no_costs() -> None:
 
 def test_seconds_beside_the_computation() -> None:
     costs = StoredCosts(100, 1.0, 5.0, 3.0)
-    assert [costs.seconds(ahead) for ahead in (0.0, 2.0, 4.0, 9.0)] == [9.0, 5.0, 2.0, 1.0]
+    assert [costs.seconds(ahead) for ahead in (0.0, 3.0, 4.9, 5.0)] == [9.0, 9.0, 9.0, 1.0]
     seconds = [1.0, 2.0, 3.0, 4.0, 5.0]
     assert [ahead_of(seconds, number, 1) for number in range(5)] == [2.0, 3.0, 4.0, 5.0, 0]
     assert [ahead_of(seconds, number, 2) for number in range(5)] == [5.0, None, 9.0, None, None]
@@ -384,9 +405,8 @@ def chain(costs: StoredCosts, count: int = 12, seconds: float = 1.0) -> list[Blo
 def test_a_fast_link_takes_all_that_has_no_room() -> None:
     blocks = chain(StoredCosts(0, 0.01, 0.5, 0.5))  # beside the second of the next block
     found = decided(blocks, 40 * MIB)
-    assert stored_blocks(found) == [n for n in range(12) if n in stored_blocks(found)]
-    assert len(found.items) - len(stored_blocks(found)) <= 3 and found.seconds < 0.2
-    assert found.peak <= 40 * MIB
+    assert len(stored_blocks(found)) >= 9 and found.peak <= 40 * MIB
+    assert found.seconds == pytest.approx(0.01 * len(stored_blocks(found)) + 0.5)  # the last is read by itself
 
 
 @pytest.mark.parametrize("copies, spacing, budget", [(1.9, 2, 90), (2.9, 3, 96)])
@@ -395,7 +415,7 @@ def test_a_slow_link_takes_one_of_several_blocks(copies: float, spacing: int, bu
     found = decided(blocks, budget * MIB)
     stored = stored_blocks(found)
     assert stored and all(n < 11 and (11 - n) % spacing == 0 for n in stored)
-    assert found.seconds == pytest.approx(0.01 * len(stored))  # no copy is waited for
+    assert found.seconds == pytest.approx(0.01 * len(stored) + copies)  # the last is read by itself
 
 
 def test_a_link_slower_than_the_computation_takes_nothing() -> None:

@@ -179,12 +179,18 @@ class AutoRecomputation(Recomputation):
         return ChosenOperations(region, self._treatments) if chosen else None
 
     def run(self, block: BlockForward, args: Any, kwargs: Any) -> Any:
-        """A block's forward; what it saves is stored where that is decided, and stays else."""
-        before = self._around.saver.asked
+        """A block's forward; what it saves is stored where that is decided, and stays else.
+
+        So does what comes between and after blocks; the backward reads what comes last at once.
+        """
+        saver, apart = self._around.saver, block.left_alone and not self._inside
+        before = saver.asked
+        if apart:
+            saver.ask_all()
         try:
             return super().run(block, args, kwargs)
         finally:
-            self._around.saver.asked = before
+            saver.asked = before if apart or self._inside or self._pass is None else ()
 
     def _begin(self, *given: Any) -> None:
         super()._begin(*given)
@@ -194,6 +200,7 @@ class AutoRecomputation(Recomputation):
 
     def _end(self, *given: Any) -> None:
         found, self._pass = self._pass, None
+        self._around.saver.ask_all()
         super()._end(*given)
         if found is not None and found.measures is not None:
             self._budget.copied = max(self._budget.copied, found.copied)
@@ -403,6 +410,7 @@ class AutoRecomputation(Recomputation):
         output = super()._compute(region, arguments, (watched, unpack), meter)
         measure = meter.ends(output, max(0, entering - kept), max(0, kept), region.sums)
         found.measure = replace(measure, stored=self._stored(tensors, found.known))
+        tensors.clear()  # the graph keeps the hooks
         return output
 
     def _stored(self, tensors: list[Tensor], known: set[int]) -> tuple[StoredCosts | None, ...]:

@@ -32,6 +32,8 @@ from zeroshard.parts.planned import Planned
 from zeroshard.parts.saver import Saver
 from zeroshard.parts.tables import planned_bytes
 
+AHEAD = 8  # copies under way in each direction where blocks are sent to the host: about what one block saves
+
 
 class HostTier(Protocol):
     """Host memory and the link to it."""
@@ -70,8 +72,8 @@ def saver_of(means: SaverMeans) -> Savers:
 
 
 def _offload(means: SaverMeans) -> Saver | None:
-    tier = means.tier
-    return None if tier is None else ActivationStore(tier.link, tier.host, means.ledger)
+    tier, window = means.tier, AHEAD if means.policy.recompute == "auto" else 2
+    return None if tier is None else ActivationStore(tier.link, tier.host, means.ledger, window=window)
 
 
 def _compress(means: SaverMeans) -> Saver | None:

@@ -36,8 +36,11 @@ class StoredCosts:
     up: float
 
     def seconds(self, ahead: float) -> float:
-        """Seconds that the block takes longer, where the copies run beside `ahead` seconds of computation each way."""
-        return self.own + max(0.0, self.down - ahead) + max(0.0, self.up - ahead)
+        """Seconds that the block takes longer, where copies run beside the computation if they fit in `ahead` seconds.
+
+        Others delay those of later blocks too, so they are counted as if nothing ran beside them.
+        """
+        return self.own + (0.0 if max(self.down, self.up) <= ahead else self.down + self.up)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,10 +132,11 @@ def _storage_costs(savers: Savers, tensors: Sequence[Tensor], by: Clocks) -> tup
         return StoredCosts(held, 0.0, 0.0, 0.0), False
     while handles:
         savers.unpack(handles.pop())
-    read = by.now()
-    costs = StoredCosts(held, own + read - start, down, by.ready() - read)
+    read, ready = by.now(), by.ready()
     savers.settle()
-    return costs, True
+    if down > own:  # reading is a copy that runs beside the computation, whoever waits for it here
+        return StoredCosts(held, own, down, ready - start), True
+    return StoredCosts(held, own + read - start, down, ready - read), True
 
 
 def of_both(ours: StoredCosts | None, theirs: StoredCosts | None) -> StoredCosts | None:
