@@ -4,6 +4,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -13,11 +14,13 @@ from activations import test_auto
 from activations.test_auto import least_of
 from activations.test_recompute import SGD
 from engine.offloaded import EXECUTORS, executing
+from planner.rehearsed import OPTIMIZERS, SHAPE, tokens
 from pool import Pool
 from selection import by_default
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
 from zeroshard.activations import chain_decision
@@ -26,8 +29,11 @@ from zeroshard.activations.chain_decision import PassChain, PassDecision, Rules
 from zeroshard.activations.rotor import SavedBlock
 from zeroshard.activations.savers import Savers
 from zeroshard.activations.stored import BySavers, Clocks, StoredCosts, ahead_of, measured
+from zeroshard.doctor.hardware import Device, Link, Machines
 from zeroshard.errors import BudgetExceeded, PlanError
 from zeroshard.memory.ledger import Category, Ledger
+from zeroshard.planner.predict.rehearse import Rehearsed, TrainingTask, rehearse
+from zeroshard.train.gpt import GPT
 
 WIDTH, ROWS, BLOCKS, STEPS = 16, 256, 6, 3
 
@@ -200,6 +206,38 @@ def test_the_first_forward_holds_no_block_that_was_measured() -> None:
     engine.backward(loss)
 
 
+class Sometimes(Block):
+    """Computes a part of itself again, if it is told to."""
+
+    recomputes = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.recomputes:
+            return super().forward(x)
+        return x + checkpoint(self.down, self.up(x).relu(), use_reentrant=False)
+
+
+class PartlyLeftAlone(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList([Sometimes() for _ in range(BLOCKS)])
+        self.blocks[3].recomputes = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.enter(x).tanh())
+
+
+def test_blocks_that_are_left_alone_go_to_the_host_as_without_auto() -> None:
+    """Of the others, which are kept, nothing does; nor of the last part."""
+    kept = train({"device_memory": "1GiB"}, make=PartlyLeftAlone)
+    found = train({**OFFLOAD, "device_memory": "1GiB"}, make=PartlyLeftAlone)
+    sent = {str(row.purpose): row.measured_bytes for row in found["traffic"]}
+    assert same(found, kept) and actions(found) == {"kept"}
+    inside, outside = 4 * ROWS * 4 * WIDTH, 4 * ROWS * WIDTH
+    assert sent["activations down"] == 3 * outside + inside  # the batch, a tanh, and what the block saves
+
+
 class Denser(Block):
     """Fewer zeros behind the ReLU with each forward."""
 
@@ -295,6 +333,53 @@ def test_errors_in_a_block_leave_the_savers_as_they_were(way: str) -> None:
     assert losses == expected[0]
     names = [name for name in weights if "running" not in name and "num_batches" not in name]
     assert all(torch.equal(weights[name], expected[1][name]) for name in names)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_run_goes_on_from_a_checkpoint(way: str, tmp_path: Path) -> None:
+    """The first step after it measures anew."""
+    plan = {**WAYS[way][0], "device_memory": stored_budget(train({"device_memory": "1GiB"}), 0.6)}
+    weights = []
+    with storing():
+        for resumes in (False, True):
+            torch.manual_seed(0)
+            engine = zs.Engine(Chain(), SGD, zs.Plan.from_dict(plan), example=(batch(0),))
+            torch.manual_seed(1)
+            for step in range(4):
+                if step == 2 and resumes:
+                    engine.save(tmp_path / "saved")
+                    engine = zs.Engine(Chain(), SGD, zs.Plan.from_dict(plan), example=(batch(0),))
+                    engine.load(tmp_path / "saved")
+                engine.train_step((batch(step),))
+            weights.append(engine.state_dict())
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+
+
+SMALL = replace(SHAPE, layers=6, width=128)
+
+
+def rehearsed(link: float, **plan: Any) -> Rehearsed:
+    """A GPU's step, with so many bytes a second to its host."""
+
+    def build() -> nn.Module:
+        with torch.device("meta"):
+            return GPT(SMALL)
+
+    device = Device("made up", "cuda", 2**31, {"fp32": 2e11}, 1e12, 2e-6, host_link=link)
+    machines = Machines(device, 1, 1, Link(1e9), Link(1e9), None, host_bandwidth=1e11)
+    job = TrainingTask(build, lambda rows: tokens(rows, SMALL), OPTIMIZERS["adamw"], 8, SMALL.context)
+    return rehearse(job, zs.Plan(**plan), 0, 1, 8, machines)
+
+
+def test_a_rehearsal_decides_by_the_link() -> None:
+    """A fast one takes no time; with a slow one blocks are computed again, as if there were no host."""
+    kept = rehearsed(1e10)
+    states = sum(nbytes for name, nbytes in kept.states.items() if name != "activations")
+    auto: dict[str, Any] = {"recompute": "auto", "device_memory": states + (kept.peak_bytes - states) // 2}
+    seconds = {link: sum(rehearsed(link, **auto, offload="activations").spent.values()) for link in (5e8, 3e10)}
+    again, all_kept = sum(rehearsed(1e10, **auto).spent.values()), sum(kept.spent.values())
+    assert all_kept <= seconds[3e10] < all_kept + 0.1 * (again - all_kept)
+    assert again <= seconds[5e8] < 1.02 * again
 
 
 class Recorded:
