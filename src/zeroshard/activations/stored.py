@@ -16,6 +16,7 @@ from zeroshard.activations.savers import Savers
 from zeroshard.errors import BudgetExceeded
 from zeroshard.units.hooks import place_of
 
+DROPPABLE = 2.5e-4  # seconds that a block takes longer because it can be computed again if room is short
 SPACINGS = (1, 2, 3, 4)  # of so many blocks one is stored, so that its copies have the time of all
 
 
@@ -40,7 +41,7 @@ class StoredCosts:
 
         Others delay those of later blocks too, so they are counted as if nothing ran beside them.
         """
-        return self.own + (0.0 if max(self.down, self.up) <= ahead else self.down + self.up)
+        return DROPPABLE + self.own + (0.0 if max(self.down, self.up) <= ahead else self.down + self.up)
 
 
 @dataclass(frozen=True, slots=True)
