@@ -346,6 +346,18 @@ def test_views_of_one_product_are_stored_and_read_once() -> None:
     torch.testing.assert_close(source.grad, expected, rtol=1e-5, atol=1e-3)
 
 
+def test_what_a_backward_has_read_makes_room_for_other_tensors() -> None:
+    x = torch.randn(64, 64, requires_grad=True)
+    bench = Bench("sparse")
+    with bench.saving():
+        output = F.relu(x * 1).square().sum()
+    output.backward()
+    bench.packed.clear()
+    assert bench.held() == x.nbytes  # as long as nobody asks for room
+    bench.ledger.budgets["device"] = x.nbytes
+    bench.ledger.take(Category.ACTIVATIONS, x.nbytes, "the next block")
+
+
 def test_what_is_left_as_it_is() -> None:
     bench = Bench("binarize", "sparse", "fp8")
     weight, data = nn.Parameter(torch.zeros(64, 64)), torch.zeros(64, 64)

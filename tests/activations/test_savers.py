@@ -12,7 +12,7 @@ from zeroshard.activations.savers import Savers, ViewHandle, Views
 class Doubles:
     """A saver that takes tensors of one length, and stores twice their values."""
 
-    moves, how = True, "doubled"
+    moves, how, varies = True, "doubled", False
 
     def __init__(self, length: int) -> None:
         self.length, self.settled, self.stored = length, 0, 0

@@ -180,12 +180,18 @@ class AutoRecomputation(Recomputation):
         return ChosenOperations(region, self._treatments) if chosen else None
 
     def run(self, block: BlockForward, args: Any, kwargs: Any) -> Any:
-        """A block's forward; what it saves is stored where that is decided, and stays else."""
-        before = self._around.saver.asked
+        """A block's forward; what it saves is stored where that is decided, and stays else.
+
+        So does what comes between and after blocks; the backward reads what comes last at once.
+        """
+        saver, apart = self._around.saver, block.left_alone and not self._inside
+        before = saver.asked
+        if apart:
+            saver.ask_all()
         try:
             return super().run(block, args, kwargs)
         finally:
-            self._around.saver.asked = before
+            saver.asked = before if apart or self._inside or self._pass is None else ()
 
     def _begin(self, *given: Any) -> None:
         super()._begin(*given)
@@ -195,6 +201,7 @@ class AutoRecomputation(Recomputation):
 
     def _end(self, *given: Any) -> None:
         found, self._pass = self._pass, None
+        self._around.saver.ask_all()
         super()._end(*given)
         if found is not None and found.measures is not None:
             self._budget.copied = max(self._budget.copied, found.copied)
@@ -275,10 +282,10 @@ class AutoRecomputation(Recomputation):
                 droppable = self._pass is not None and self._may_drop(self._pass, decision, number)
                 return KeptSegment(self._around, self._weights, self._count) if droppable else None
             part = None if item is None or item.way is None else item.way.choice
-            if isinstance(part, BySavers):
-                self._around.saver.asked = self._around.saver.choices[part.number]
+            if isinstance(part, BySavers) and not self._waiting.drops:
+                self._ask(part)
                 return None
-            has_tail = isinstance(part, KeptPart) and part.first is not None
+            has_tail = isinstance(part, KeptPart | BySavers) and part.first is not None
             return (KeptSegment if has_tail else BlockSegment)(self._around, self._weights, self._count)
         if number == item.first or self._segment is None:
             self._segment = self._passed_segment(item, number)
@@ -370,13 +377,19 @@ class AutoRecomputation(Recomputation):
         if isinstance(item, SavedBlock) and item.way is not None:
             region.choice = item.way.choice
             region.call.needed = None
+            self._ask(region.choice)
+
+    def _ask(self, choice: object) -> None:
+        """Have savers store what the block saves that is about to run, if that is its choice."""
+        if isinstance(choice, BySavers):
+            self._around.saver.asked = self._around.saver.choices[choice.number]
 
     def _compute(self, region: Region, arguments: Any, hooks: Any, watching: Any = None) -> Any:
         found = self._pass
         if found is None or found.measures is None:
             self._choose(region, self._called - 1)
             output = super()._compute(region, arguments, hooks, watching)
-            if found is not None and self._segment is None:
+            if found is not None and self._segment is None and getattr(region.choice, "varies", True):
                 self._waiting.keep(region)
             return output
         held, measures, found.region = self._budget.activations, found.measures, region
@@ -389,16 +402,19 @@ class AutoRecomputation(Recomputation):
         try:
             output = super()._compute(region, arguments, watch.hooks, meter)
             measure = meter.ends(output, max(0, entering - kept), max(0, kept), region.sums)
-            stored, remade = self._stored(watch.tensors), watch.remade(output, self._ready)
+            stored, remade = self._stored(watch.tensors, found.known), watch.remade(output, self._ready)
             found.measure = replace(measure, stored=stored, remade=remade)
         finally:
             watch.end()
         return output
 
-    def _stored(self, tensors: list[Tensor]) -> tuple[StoredCosts | None, ...]:
-        """What it takes to store what a block saves, by the choices of the plan's savers."""
-        savers, by = self._around.saver, Clocks(self._around.now, self._ready, lambda: self._budget.activations)
-        return tuple(measured(savers, number, tensors, by) for number in range(len(savers.choices)))
+    def _stored(self, tensors: list[Tensor], known: set[int]) -> tuple[StoredCosts | None, ...]:
+        """What it takes to store what a block saves, by the choices of the plan's savers; None where room is short."""
+        savers, budget = self._around.saver, self._budget
+        by = Clocks(self._around.now, self._ready, lambda: budget.activations, known)
+        largest = max((tensor.untyped_storage().nbytes() for tensor in tensors), default=0)
+        room = 2 * largest <= budget.left  # what is stored of it, and what is read
+        return tuple(measured(savers, n, tensors, by) if room else None for n in range(len(savers.choices)))
 
     def _ready(self) -> float:
         """Seconds of the clock when the device has done all."""

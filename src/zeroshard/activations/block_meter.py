@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from zeroshard.activations.operations import kept_operations
 from zeroshard.activations.remade import RemadeCosts
-from zeroshard.activations.stored import StoredCosts, fastest
+from zeroshard.activations.stored import StoredCosts, fastest, of_both
 from zeroshard.units.hooks import place_of
 
 CALL = 3e-6  # seconds of an operation in autograd, beside its computation
@@ -106,7 +106,7 @@ class BlockMeasures:
         """The larger bytes of two ranks; the seconds are this one's."""
         sizes = ("entering", "kept", "saved", "leaving", "sums", "copied")
         most = {name: max(getattr(self, name), getattr(other, name)) for name in sizes}
-        return replace(self, **most)
+        return replace(self, **most, stored=tuple(map(of_both, self.stored, other.stored)))
 
 
 @dataclass(slots=True)

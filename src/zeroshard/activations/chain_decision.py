@@ -34,11 +34,11 @@ class Rules:
 
     Attributes:
         alone: each block that is computed again is so by itself: others would gather weights once more.
-        stores: what the choices of the plan's savers do, in words.
+        stores: the choices of the plan's savers.
     """
 
     alone: bool
-    stores: tuple[str, ...] = ()
+    stores: tuple[BySavers, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,19 +145,20 @@ class PassChain:
         return ChainOrder(0.0, (PassedBlocks(0, self._count - 1, again), SavedBlock(self._count))) if again else None
 
     def _variants(self) -> Iterator[list[BlockCosts]]:
-        """The costs with one of so many blocks stored; where copies do not run beside the computation, any may be."""
-        stored = (each for block in self._blocks for each in block.stored if each is not None)
+        """The costs with none stored, or one of so many; where copies do not run beside the computation, any may be."""
+        yield self._costs
+        stored = [each for block in self._blocks for each in block.stored if each is not None]
         beside = any(each.down > each.own for each in stored)
-        for spacing in SPACINGS if beside else SPACINGS[:1]:
+        for spacing in SPACINGS if beside else SPACINGS[: bool(stored)]:
             yield [*(self._with_stored(n, spacing) for n in range(self._count)), self._costs[-1]]
 
     def _with_stored(self, number: int, spacing: int) -> BlockCosts:
         cost, block = self._costs[number], self._blocks[number]
         ahead, ways = ahead_of([each.seconds for each in self._blocks], number, spacing), list(cost.ways)
-        for choice, (stored, how) in enumerate(zip(block.stored, self._rules.stores, strict=True)):
+        for stored, choice in zip(block.stored, self._rules.stores, strict=True):
             if stored is not None and ahead is not None and stored.held + block.leaving < block.saved:
                 held, peak = stored.held + block.leaving + block.sums, stored.held + cost.saved + cost.temporary
-                ways.append(OtherWay(held, peak, block.seconds + stored.seconds(ahead), BySavers(choice, how)))
+                ways.append(OtherWay(held, peak, block.seconds + stored.seconds(ahead), choice))
         return replace(cost, ways=tuple(ways))
 
     def _grid(self, steps: int) -> list[int]:
@@ -176,7 +177,7 @@ class PassChain:
         return self._forwards * self.outside + (self._forwards - 1) * self._kept(order.items) + self._peak(order.items)
 
     def _decision(self, order: ChainOrder) -> PassDecision:
-        seconds = self._again(order.items, first=True)
+        seconds = self._again(order.items, first=True) + self._first_read(order.items)
         needs, most, beside = {}, 0, 0
         for item in reversed(order.items):
             most = max(self._peak([item]), self._held(item) + most)
@@ -184,6 +185,14 @@ class PassChain:
             beside += sum(each.kept for each in self._measures.blocks[first : last + 1])
             needs[first] = most + beside
         return PassDecision(order.items[:-1], seconds, self._kept(order.items), most, needs)
+
+    def _first_read(self, items: Sequence[ChainItem]) -> float:
+        """Seconds of reading the last block that is stored, which the backward meets first: nothing runs beside it."""
+        for item in reversed(items):
+            if isinstance(item, SavedBlock) and item.way is not None and isinstance(item.way.choice, BySavers):
+                costs = self._blocks[item.block].stored[item.way.choice.number]
+                return 0.0 if costs is None else costs.up
+        return 0.0
 
     def _held(self, item: ChainItem) -> int:
         """Bytes of an item between its forward and its backward."""

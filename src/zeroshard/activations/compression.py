@@ -60,12 +60,13 @@ class CompressedStore:
     Attributes:
         moves: that it is to be asked.
         how: what it does with tensors.
+        varies: that bytes depend on values.
         exact: whether what is saved now must be read back bit for bit.
         saved: bytes of the tensors that were compressed so far, as they were.
         kept: bytes of their compressed forms.
     """
 
-    moves, how = True, "compressed"
+    moves, how, varies = True, "compressed", True
 
     def __init__(self, allowed: Allowed, ledger: Ledger, smallest: int = SMALLEST) -> None:
         self._allowed, self._ledger, self._smallest = allowed, ledger, smallest
@@ -74,6 +75,7 @@ class CompressedStore:
         self._regions: WeakValueDictionary[_Key, _Region] = WeakValueDictionary()
         self._whole: dict[_Key, StorageWeakRef] = {}  # regions that stay, of the step under way
         self._read: list[_Read] = []
+        ledger.reclaimers.insert(0, lambda nbytes: self._forget_read())
 
     def pack(self, tensor: Tensor) -> Any:
         """The handle of a tensor's compressed form, or None if it stays as it is."""

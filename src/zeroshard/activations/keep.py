@@ -33,9 +33,10 @@ class Keep:
     Attributes:
         moves: whether it copies any tensor.
         how: what it does with them.
+        varies: whether bytes on the device depend on values.
     """
 
-    moves, how = False, "kept"
+    moves, how, varies = False, "kept", False
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """The tensor, as it is now."""

@@ -21,6 +21,7 @@ from zeroshard.activations.recomputation import Recomputation
 from zeroshard.activations.regions import SMALLEST
 from zeroshard.activations.savers import Savers
 from zeroshard.activations.segments import Hooks, keep_input
+from zeroshard.activations.stored import choices_of
 from zeroshard.activations.surroundings import Surroundings
 from zeroshard.comm.mesh import Mesh
 from zeroshard.memory import HostMemory
@@ -30,6 +31,8 @@ from zeroshard.parts.part import Parts
 from zeroshard.parts.planned import Planned
 from zeroshard.parts.saver import Saver
 from zeroshard.parts.tables import planned_bytes
+
+AHEAD = 8  # copies under way in each direction where blocks are sent to the host: about what one block saves
 
 
 class HostTier(Protocol):
@@ -69,8 +72,8 @@ def saver_of(means: SaverMeans) -> Savers:
 
 
 def _offload(means: SaverMeans) -> Saver | None:
-    tier = means.tier
-    return None if tier is None else ActivationStore(tier.link, tier.host, means.ledger)
+    tier, window = means.tier, AHEAD if means.policy.recompute == "auto" else 2
+    return None if tier is None else ActivationStore(tier.link, tier.host, means.ledger, window=window)
 
 
 def _compress(means: SaverMeans) -> Saver | None:
@@ -151,8 +154,7 @@ def _auto_of(
     planned = lambda: planned_bytes(parts, means.planned())  # noqa: E731
     first = FirstStep(model, around.device, around.ledger, parts.reserve, waits=not means.streams)
     budget = ActivationBudget(around.ledger, planned, first, scratch, not means.shares_experts, together)
-    stores = tuple(" or ".join(saver.how for saver in choice) for choice in around.saver.choices)
-    rules = Rules(parts.gatherer.passes or together, stores)
+    rules = Rules(parts.gatherer.passes or together, choices_of(around.saver))
     return AutoRecomputation(model, blocks, around, budget, rules, policy.save_sums)
 
 

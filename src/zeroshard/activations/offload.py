@@ -49,12 +49,13 @@ class ActivationStore:
     Attributes:
         moves: whether it copies any tensor.
         how: what it does with them.
+        varies: whether bytes on the device depend on values.
 
     `pack` and `unpack` are the two hooks of `torch.autograd.graph.saved_tensors_hooks`. Parameters and views of them
     are not for `pack`: an optimizer changes them in place, and they are on the device anyway.
     """
 
-    moves, how = True, "sent to the host"
+    moves, how, varies = True, "sent to the host", False
 
     def __init__(
         self, link: Transfers, host: HostMemory, ledger: Ledger, smallest: int = SMALLEST, window: int = 2

@@ -25,7 +25,7 @@ class SavedWatch:
 
     def __init__(self, region: Region, meter: BlockMeter, hooks: Hooks, is_new: Callable[[Tensor], bool]) -> None:
         self._region, self._meter, self._inner, self._is_new = region, meter, hooks, is_new
-        self._saved: list[tuple[int, Tensor]] = []
+        self._saved: list[tuple[int, Tensor, bool]] = []  # its number, and whether it is new
         self._slots: list[SavedSlot] = []  # that hold their tensors for the measurement alone
         self._since, self._reads = next_number(), False
 
@@ -36,13 +36,13 @@ class SavedWatch:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The saved tensors that are new."""
-        return [tensor for _, tensor in self._saved]
+        """The saved tensors, but for weights."""
+        return [tensor for _, tensor, _ in self._saved if place_of(tensor) != -1]
 
     def remade(self, output: Any, now: Callable[[], float]) -> tuple[RemadeCosts, ...]:
         """The storages that the block, which has returned its output, need not keep."""
         out = {place_of(leaf) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)}
-        within = [(number, tensor) for number, tensor in self._saved if place_of(tensor) not in out]
+        within = [(number, tensor) for number, tensor, new in self._saved if new and place_of(tensor) not in out]
         block: nn.Module = self._region.call.module
         self._reads = True
         try:
@@ -62,7 +62,7 @@ class SavedWatch:
         if isinstance(slot, SavedSlot):
             number = len(self._region.slots) - 1
             self._meter.saves(tensor, number, new)
-            self._saved += [(number, tensor)] if new else []
+            self._saved.append((number, tensor, new))
             if slot.held is None:
                 slot.held = Kept(tensor)
                 self._slots.append(slot)

@@ -44,6 +44,10 @@ class Savers:
                 return handle if isinstance(handle, Kept) else _Packed(saver, handle)
         return self._keep.pack(tensor)
 
+    def ask_all(self) -> None:
+        """Ask all savers from now on."""
+        self.asked = self._savers
+
     def unpack(self, saved: Any) -> torch.Tensor:
         """The tensor again, on its device."""
         if isinstance(saved, _Packed):

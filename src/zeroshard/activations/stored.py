@@ -4,8 +4,8 @@ In the first forward what a block saves is stored and read once, to see what tha
 seconds of the thread, and seconds of copies that run beside it. On a CPU copies run in the thread.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -15,6 +15,7 @@ from zeroshard.activations.savers import Savers
 from zeroshard.errors import BudgetExceeded
 from zeroshard.units.hooks import place_of
 
+DROPPABLE = 2.5e-4  # seconds that a block takes longer because it can be computed again if room is short
 SPACINGS = (1, 2, 3, 4)  # of so many blocks one is stored, so that its copies have the time of all
 
 
@@ -35,21 +36,38 @@ class StoredCosts:
     up: float
 
     def seconds(self, ahead: float) -> float:
-        """Seconds that the block takes longer, where the copies run beside `ahead` seconds of computation each way."""
-        return self.own + max(0.0, self.down - ahead) + max(0.0, self.up - ahead)
+        """Seconds that the block takes longer, where copies run beside the computation if they fit in `ahead` seconds.
+
+        Others delay those of later blocks too, so they are counted as if nothing ran beside them.
+        """
+        return DROPPABLE + self.own + (0.0 if max(self.down, self.up) <= ahead else self.down + self.up)
 
 
 @dataclass(frozen=True, slots=True)
 class BySavers:
-    """The choice of a block whose tensors savers store.
+    """The choice of a block whose tensors savers store; as a `KeptPart` that keeps all that the block saves.
 
     Attributes:
         number: of the savers' choice, in `Savers.choices`.
         how: what they do, in words.
+        varies: whether bytes on the device depend on values, so that it may have to be dropped.
     """
 
     number: int
     how: str
+    varies: bool = False
+    operations: tuple[int, ...] = ()
+    first: int = 0
+    remade: tuple[()] = ()
+    computed: bool = False
+
+
+def choices_of(savers: Savers) -> tuple[BySavers, ...]:
+    """The savers of a plan that may store a block, each alone or all, in the order of `Savers.choices`."""
+    return tuple(
+        BySavers(number, " or ".join(saver.how for saver in each), any(saver.varies for saver in each))
+        for number, each in enumerate(savers.choices)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,51 +78,72 @@ class Clocks:
         now: seconds.
         ready: the same, once the device has done all.
         held: bytes of activations on the device.
+        known: storages that are there anyway.
     """
 
     now: Callable[[], float]
     ready: Callable[[], float]
     held: Callable[[], int]
+    known: Collection[int] = ()
 
 
 def measured(savers: Savers, number: int, saved: Sequence[Tensor], by: Clocks) -> StoredCosts | None:
-    """Have savers store what a block saves, and read it again.
+    """Have savers store what a block saves, and read it again; one storage after the other, of which copies are alive.
 
     Args:
         savers: of the plan.
         number: of their choice, in `Savers.choices`.
+        saved: all that the block saves, but for weights.
 
     Returns:
         None if they store none of it, or have too little room.
     """
-    handles: list[Any] = []
-    stays: dict[int, int] = {}  # bytes of storages that no saver takes
-    before, own, down = by.held(), 0.0, 0.0
+    storages: dict[int, list[Tensor]] = {}
+    for tensor in saved:
+        storages.setdefault(place_of(tensor), []).append(tensor)
     asked, savers.asked = savers.asked, savers.choices[number]
+    savers.settle()  # what others have under way would free its bytes meanwhile
     try:
-        for tensor in saved:
-            start = by.ready()
-            handle = savers.pack(tensor)
-            packed = by.now()
-            if isinstance(handle, Kept):
-                stays[place_of(tensor)] = tensor.untyped_storage().nbytes()
-                continue
-            savers.settle()
-            handles.append(handle)
-            own, down = own + packed - start, down + by.ready() - packed
-        if not handles:
-            return None
-        held, start = by.held() - before, by.ready()
-        while handles:
-            savers.unpack(handles.pop())
-        read = by.now()
-        return StoredCosts(held + sum(stays.values()), own + read - start, down, by.ready() - read)
+        found = [_storage_costs(savers, tensors, by) for tensors in storages.values()]
     except BudgetExceeded:  # of the host
         return None
     finally:
-        handles.clear()
         savers.settle()
         savers.asked = asked
+    if not any(taken for _, taken in found):
+        return None
+    return StoredCosts(*map(sum, zip(*(astuple(costs) for costs, _ in found), strict=True)))
+
+
+def _storage_costs(savers: Savers, tensors: Sequence[Tensor], by: Clocks) -> tuple[StoredCosts, bool]:
+    """Costs of tensors that lie in one storage, and whether a saver takes any."""
+    handles: list[Any] = []
+    before, own, down, stays = by.held(), 0.0, 0.0, 0
+    for tensor in tensors:
+        start = by.ready()
+        handle = savers.pack(tensor)
+        packed = by.now()
+        if isinstance(handle, Kept):
+            stays = 0 if place_of(tensor) in by.known else tensor.untyped_storage().nbytes()
+            continue
+        savers.settle()
+        handles.append(handle)
+        own, down = own + packed - start, down + by.ready() - packed
+    held, start = max(0, by.held() - before) + stays, by.ready()
+    if not handles:
+        return StoredCosts(held, 0.0, 0.0, 0.0), False
+    while handles:
+        savers.unpack(handles.pop())
+    read, ready = by.now(), by.ready()
+    savers.settle()
+    if down > own:  # reading is a copy that runs beside the computation, whoever waits for it here
+        return StoredCosts(held, own, down, ready - start), True
+    return StoredCosts(held, own + read - start, down, ready - read), True
+
+
+def of_both(ours: StoredCosts | None, theirs: StoredCosts | None) -> StoredCosts | None:
+    """The costs of one rank with the larger bytes of two; None where one of them stores nothing."""
+    return None if ours is None or theirs is None else replace(ours, held=max(ours.held, theirs.held))
 
 
 def fastest(costs: StoredCosts | None, measured: Sequence[StoredCosts | None]) -> StoredCosts | None:
@@ -118,7 +157,8 @@ def ahead_of(seconds: Sequence[float], number: int, spacing: int) -> float | Non
     """Seconds of the forwards beside which the copies of a block run, where one of `spacing` blocks is stored.
 
     Returns:
-        None for the other blocks. As many as the copies need come after the last that is stored.
+        None for the other blocks. After the last that is stored come as many; where any may be, none need come.
     """
-    stored = (len(seconds) - 1 - number) % spacing == spacing - 1
+    later = len(seconds) - 1 - number
+    stored = spacing == 1 or (later > 0 and later % spacing == 0)
     return sum(seconds[number + 1 : number + 1 + spacing]) if stored else None

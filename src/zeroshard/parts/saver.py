@@ -14,10 +14,12 @@ class Saver(Protocol):
     Attributes:
         moves: whether it need be asked at all; one that keeps everything need not.
         how: what it does with tensors.
+        varies: whether bytes on the device depend on the values of tensors.
     """
 
     moves: bool
     how: str
+    varies: bool
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Take in a tensor; returns the handle that `unpack` takes, or None to leave the tensor to the next saver.

@@ -22,16 +22,18 @@ def activations_table(rows: Sequence[ActivationRecord]) -> Table | None:
             _times(sum(row.again for row in rows), sum(row.measured_again for row in rows)),
             _seconds(sum(row.again_seconds for row in rows)),
             _seconds(sum(row.measured_again_seconds for row in rows)),
+            _seconds(sum(row.stored_seconds for row in rows)),
         ),
     )
     return Table(
         "Activations of each block",
-        ("Block", "Action", "Saves", "Kept, predicted", "Kept, measured", "Again", "Predicted", "Measured"),
+        ("Block", "Action", "Saves", "Kept, predicted", "Kept, measured", "Again", "Predicted", "Measured", "Stored"),
         tuple(Row(row.block, _cells(row)) for row in rows),
         (total,),
         "Saves: what the block would keep of itself. Kept: between forward and backward, with the input of the next"
         " block. Again: how often its forward is computed again, predicted and measured, and the time that this takes"
-        " in one forward and backward of the model.",
+        " in one forward and backward of the model. Stored: the time that compressing a block or sending it to the host"
+        " takes in one, predicted.",
     )
 
 
@@ -44,6 +46,7 @@ def _cells(row: ActivationRecord) -> tuple[Cell, ...]:
         _times(row.again, row.measured_again),
         _seconds(row.again_seconds),
         _seconds(row.measured_again_seconds),
+        _seconds(row.stored_seconds),
     )
 
 

@@ -155,6 +155,7 @@ class ActivationRecord:
     measured_again: float
     again_seconds: float
     measured_again_seconds: float
+    stored_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,7 +395,7 @@ def _traffic_row(row: Record) -> TrafficRecord:
 
 def _activation_row(row: Record) -> ActivationRecord:
     numbers = ("saved_bytes", "kept_bytes", "measured_kept_bytes", "again", "measured_again", "again_seconds",
-               "measured_again_seconds")  # fmt: skip
+               "measured_again_seconds", "stored_seconds")  # fmt: skip
     return ActivationRecord(row.text("block"), row.text("action"), *(row.number(key) for key in numbers))
 
 
