@@ -1,9 +1,10 @@
 """Saved tensors that are made again from others that are saved: the same bits, and what they take is free meanwhile."""
 
 import gc
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,6 +34,9 @@ def small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 class Slot:
     held: Any = None
+
+
+AROUND: Any = SimpleNamespace(hold=Kept, now=itertools.count().__next__)
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -101,12 +105,13 @@ def test_tensors_are_made_from_the_nodes_of_their_operations(name: str, dtype: t
     (cost,) = costs
     (recipe,) = cost.recipes
     assert recipe.number == 7 and cost.nbytes == made.untyped_storage().nbytes()
-    slot = Slot()
-    found = remade.remade(made, recipe, slot, Kept)
+    slot, block = Slot(), SimpleNamespace(made=0.0)
+    found = remade.remade(made, recipe, slot, AROUND, block)
     assert found is not None
     again = found.tensor()
     assert torch.equal(again, made) and again.stride() == made.stride() and again.dtype == made.dtype
     assert again.data_ptr() != made.data_ptr() and slot.held.tensor() is again
+    assert block.made == 1.0  # from one time of the clock to the next
 
 
 @pytest.mark.parametrize("name", STAYS)
@@ -130,14 +135,14 @@ def test_a_storage_stays_if_one_of_its_readers_needs_it_as_it_is() -> None:
 
 def test_a_layer_norm_of_another_epsilon_than_measured_is_an_error() -> None:
     made = F.layer_norm(drawn(4, 8), (8,), WEIGHT, None, 1e-3)
-    found = remade.remade(made, Recipe(0, "NativeLayerNorm", 1e-5), Slot(), Kept)
+    found = remade.remade(made, Recipe(0, "NativeLayerNorm", 1e-5), Slot(), AROUND, SimpleNamespace(made=0.0))
     assert found is not None
     with pytest.raises(RuntimeError, match="another epsilon"):
         found.tensor()
 
 
 def test_a_tensor_of_another_operation_than_measured_stays() -> None:
-    assert remade.remade(F.silu(drawn(4, 8)), Recipe(0, "Gelu"), Slot(), Kept) is None
+    assert remade.remade(F.silu(drawn(4, 8)), Recipe(0, "Gelu"), Slot(), AROUND, SimpleNamespace(made=0.0)) is None
 
 
 class Block(nn.Module):
@@ -186,7 +191,7 @@ def train(plan: dict[str, Any], loss_of: Any = None, forwards: tuple[int, ...] =
             engine.step()
         peaks.append(max(sum(event.nbytes.values()) for event in trace.memory))
         again.append(engine.recomputed)
-    later = [after - before for before, after in pairwise(again)]
+    later = [after - before for before, after in itertools.pairwise(again)]
     return {"weights": engine.state_dict(), "peaks": peaks, "rows": engine.activation_decisions, "again": later}
 
 
@@ -222,6 +227,7 @@ def test_blocks_keep_less_with_the_same_bits(monkeypatch: pytest.MonkeyPatch, lo
         assert row["action"] == "kept but for results of Mul, NativeLayerNorm, Silu"
         assert row["kept_bytes"] < 0.75 * row["saved_bytes"]
         assert row["measured_kept_bytes"] in (None, row["kept_bytes"])
+        assert row["stored_seconds"] > 0 and (row["measured_stored_seconds"] > 0 or loss_of is not None)
     if loss_of is None:
         assert found["again"][1:] == [BLOCKS - len(made) - sum(row["action"] == "kept" for row in found["rows"])] * 2
 

@@ -157,7 +157,7 @@ class AutoRecomputation(Recomputation):
             shared = self._chain(measures, self._budget.sharing).decide(room)
             decision = shared or self._chain(measures, self._budget.forwards).decide(room)
             decision = decision or self._chain(measures).frugal
-            again = {name: call.again for name, call in self._calls.items()}
+            again = {name: (*call.again, call.made) for name, call in self._calls.items()}
             self.decided[key] = Decided(decision, measures, self._chain(measures).least, again=again)
             self.measured.pop(key, None)
         self._grown.clear()

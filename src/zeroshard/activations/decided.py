@@ -21,7 +21,8 @@ class Decided:
         least: the fewest bytes of such a forward.
         by_block: the item of each block, by the block's place in the forward.
         forwards: that were run so.
-        again: by the name of a block, how often it had been computed again when the decision was made, and the seconds.
+        again: by the name of a block, how often it had been computed again when the decision was made, the seconds, and
+            those in which tensors of it had been made again.
         held: bytes that each block added to the activations in its last forward, but for the last block.
     """
 
@@ -30,7 +31,7 @@ class Decided:
     least: int
     by_block: dict[int, ChainItem] = field(default_factory=dict)
     forwards: int = 0
-    again: dict[str, tuple[int, float]] = field(default_factory=dict)
+    again: dict[str, tuple[int, float, float]] = field(default_factory=dict)
     held: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -64,7 +65,8 @@ def rows_of(decided: Decided, calls: Mapping[str, Call]) -> list[dict[str, Any]]
     `measured_kept_bytes` (between forward and backward; of the last block none is measured, nor where savers store
     blocks, as copies may be under way), `again` and `measured_again` (how often a forward is computed again),
     `again_seconds` and `measured_again_seconds` (of one forward, the measured ones the mean over the steps since the
-    decision), and `stored_seconds` (predicted, that a block takes longer that is stored or made again in part).
+    decision), and `stored_seconds` and `measured_stored_seconds` (that a block takes longer that is stored, of which
+    none are measured, or made again in part).
     """
     rows = []
     blocks = decided.measures.blocks
@@ -79,7 +81,7 @@ def rows_of(decided: Decided, calls: Mapping[str, Call]) -> list[dict[str, Any]]
         if isinstance(item, SavedBlock) and item.way is not None:
             seconds = item.way.seconds - measured[number].seconds
         again = counts.get(number, 0)
-        call, before = calls[block.name], decided.again.get(block.name, (0, 0.0))
+        call, before = calls[block.name], decided.again.get(block.name, (0, 0.0, 0.0))
         divisor = max(1, decided.forwards) * uses[block.name]
         rows.append(
             {
@@ -93,6 +95,7 @@ def rows_of(decided: Decided, calls: Mapping[str, Call]) -> list[dict[str, Any]]
                 "again_seconds": again * seconds,
                 "measured_again_seconds": (call.again[1] - before[1]) / divisor,
                 "stored_seconds": seconds if isinstance(item, SavedBlock) and again == 0 and item.way else 0.0,
+                "measured_stored_seconds": None if is_stored(item) else (call.made - before[2]) / divisor,
             }
         )
     return rows
@@ -111,6 +114,11 @@ def _again(items: tuple[ChainItem, ...], first: bool) -> dict[int, int]:
         for number, more in _again(item.again, first=False).items():
             counts[number] = counts.get(number, 0) + more
     return counts
+
+
+def is_stored(item: ChainItem) -> bool:
+    """Whether savers store what a block saves."""
+    return isinstance(item, SavedBlock) and item.way is not None and isinstance(item.way.choice, BySavers)
 
 
 def is_kept(way: OtherWay) -> bool:

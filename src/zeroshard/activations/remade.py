@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from zeroshard.activations.keep import Kept
+from zeroshard.activations.surroundings import Surroundings
 from zeroshard.units.hooks import place_of
 
 VIEWS = ("View", "UnsafeView", "ReshapeAlias", "Transpose", "T", "Permute", "Expand", "Alias", "Squeeze", "Unsqueeze")
@@ -143,6 +143,12 @@ class RemadeSlot(Protocol):
         """The tensor; where nothing is held, its block is computed again."""
 
 
+class TimedBlock(Protocol):
+    """A block of which tensors are made again."""
+
+    made: float
+
+
 class Remade:
     """Stands for a tensor until it is read.
 
@@ -150,16 +156,20 @@ class Remade:
         tensor: that is let go.
         recipe: how it is made.
         slot: gets it then.
-        hold: holds it on the device until its backward is over.
+        around: holds it on the device until its backward is over.
+        block: told of the seconds.
     """
 
-    def __init__(self, tensor: Tensor, recipe: Recipe, slot: RemadeSlot, hold: Callable[[Tensor], Kept]) -> None:
-        self._node, self._recipe, self._hold, self._slot = node_of(tensor), recipe, hold, ref(slot)
+    def __init__(
+        self, tensor: Tensor, recipe: Recipe, slot: RemadeSlot, around: Surroundings, block: TimedBlock
+    ) -> None:
+        self._node, self._recipe, self._slot = node_of(tensor), recipe, ref(slot)
+        self._around, self._block = around, block
         self._layout, self._device = (tensor.size(), tensor.stride(), tensor.storage_offset()), tensor.device.type
 
     def tensor(self) -> Tensor:
         """The tensor again."""
-        slot = self._slot()
+        slot, began = self._slot(), self._around.now()
         try:
             made = _make(self._recipe.rule, Inputs(self._node, False), self._recipe.epsilon, self._device)
         except RuntimeError as error:
@@ -167,16 +177,17 @@ class Remade:
                 raise
             slot.held = None
             return slot.tensor()
-        kept = self._hold(made.as_strided(*self._layout))
+        kept = self._around.hold(made.as_strided(*self._layout))
+        self._block.made += self._around.now() - began
         if slot is not None:
             slot.held = kept
         return kept.tensor()
 
 
-def remade(tensor: Tensor, recipe: Recipe, slot: RemadeSlot, hold: Callable[[Tensor], Kept]) -> Remade | None:
+def remade(tensor: Tensor, recipe: Recipe, slot: RemadeSlot, around: Surroundings, block: TimedBlock) -> Remade | None:
     """What stands for a tensor that is let go; None if its node is of another kind than the recipe's."""
     node = node_of(tensor)
-    return Remade(tensor, recipe, slot, hold) if node is not None and kind_of(node) == recipe.rule else None
+    return Remade(tensor, recipe, slot, around, block) if node is not None and kind_of(node) == recipe.rule else None
 
 
 def costs_of(

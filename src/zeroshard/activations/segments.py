@@ -51,6 +51,7 @@ class Call:
 
     Attributes:
         again: how often it was computed again, and the seconds of that.
+        made: seconds in which tensors of it were made again.
     """
 
     module: nn.Module
@@ -59,6 +60,7 @@ class Call:
     operations: Callable[["Region"], AbstractContextManager[Any] | None]
     needed: int | None = None  # of kept results, as far as a recomputation is known to ask for them
     again: tuple[int, float] = (0, 0.0)
+    made: float = 0.0
 
 
 class _KeptBack:

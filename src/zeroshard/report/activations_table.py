@@ -22,7 +22,7 @@ def activations_table(rows: Sequence[ActivationRecord]) -> Table | None:
             _times(sum(row.again for row in rows), sum(row.measured_again for row in rows)),
             _seconds(sum(row.again_seconds for row in rows)),
             _seconds(sum(row.measured_again_seconds for row in rows)),
-            _seconds(sum(row.stored_seconds for row in rows)),
+            _both(sum(row.stored_seconds for row in rows), sum(row.measured_stored_seconds for row in rows)),
         ),
     )
     return Table(
@@ -32,8 +32,8 @@ def activations_table(rows: Sequence[ActivationRecord]) -> Table | None:
         (total,),
         "Saves: what the block would keep of itself. Kept: between forward and backward, with the input of the next"
         " block. Again: how often its forward is computed again, predicted and measured, and the time that this takes"
-        " in one forward and backward of the model. Stored: the time that compressing a block or sending it to the host"
-        " takes in one, predicted.",
+        " in one forward and backward of the model. Stored: the time that compressing a block, sending it to the host,"
+        " or making tensors of it again takes in one, predicted and, for the last of these, measured.",
     )
 
 
@@ -46,7 +46,7 @@ def _cells(row: ActivationRecord) -> tuple[Cell, ...]:
         _times(row.again, row.measured_again),
         _seconds(row.again_seconds),
         _seconds(row.measured_again_seconds),
-        _seconds(row.stored_seconds),
+        _both(row.stored_seconds, row.measured_stored_seconds),
     )
 
 
@@ -56,6 +56,10 @@ def _bytes(n: float) -> Cell:
 
 def _times(predicted: float, measured: float) -> Cell:
     return Cell(f"{predicted:g} / {format_decimal(measured, 1)}")
+
+
+def _both(predicted: float, measured: float) -> Cell:
+    return Cell(f"{_seconds(predicted).text} / {_seconds(measured).text}")
 
 
 def _seconds(n: float) -> Cell:

@@ -156,6 +156,7 @@ class ActivationRecord:
     again_seconds: float
     measured_again_seconds: float
     stored_seconds: float
+    measured_stored_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,7 +396,7 @@ def _traffic_row(row: Record) -> TrafficRecord:
 
 def _activation_row(row: Record) -> ActivationRecord:
     numbers = ("saved_bytes", "kept_bytes", "measured_kept_bytes", "again", "measured_again", "again_seconds",
-               "measured_again_seconds", "stored_seconds")  # fmt: skip
+               "measured_again_seconds", "stored_seconds", "measured_stored_seconds")  # fmt: skip
     return ActivationRecord(row.text("block"), row.text("action"), *(row.number(key) for key in numbers))
 
 
