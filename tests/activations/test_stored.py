@@ -26,6 +26,7 @@ import zeroshard as zs
 from zeroshard.activations import chain_decision
 from zeroshard.activations.block_meter import BlockMeasures, PassMeasures, alike
 from zeroshard.activations.chain_decision import PassChain, PassDecision, Rules
+from zeroshard.activations.kept_part import part_of
 from zeroshard.activations.rotor import SavedBlock
 from zeroshard.activations.savers import Savers
 from zeroshard.activations.stored import DROPPABLE, BySavers, Clocks, StoredCosts, ahead_of, measured
@@ -478,9 +479,10 @@ def decided(blocks: list[BlockMeasures], budget: int) -> PassDecision:
     return found
 
 
-def stored_blocks(decision: PassDecision) -> list[int]:
-    ways = [(item.block, item.way) for item in decision.items if isinstance(item, SavedBlock)]
-    return [block for block, way in ways if way is not None and isinstance(way.choice, BySavers)]
+def stored_blocks(decision: PassDecision) -> dict[int, int]:
+    """By the number of a block that savers store, the number of their choice."""
+    parts = {item.block: part_of(item) for item in decision.items if isinstance(item, SavedBlock)}
+    return {block: part.by.number for block, part in parts.items() if part is not None and part.by is not None}
 
 
 def chain(costs: StoredCosts, count: int = 12, seconds: float = 1.0) -> list[BlockMeasures]:
@@ -518,8 +520,7 @@ def test_each_block_gets_the_choice_that_is_the_best_for_it() -> None:
     forms, host = StoredCosts(5 * MIB, 0.01, 0.0, 0.0), StoredCosts(0, 0.1, 0.0, 0.0)
     blocks = [replace(each, stored=(forms, host, None)) for each in chain(host)]
     for budget, chosen in ((110, {0}), (60, {0, 1}), (22, {1})):
-        ways = [item.way for item in decided(blocks, budget * MIB).items if isinstance(item, SavedBlock)]
-        assert {way.choice.number for way in ways if way and isinstance(way.choice, BySavers)} == chosen, budget
+        assert set(stored_blocks(decided(blocks, budget * MIB)).values()) == chosen, budget
 
 
 def test_what_stores_too_little_is_no_choice() -> None:

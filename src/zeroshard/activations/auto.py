@@ -32,14 +32,14 @@ from zeroshard.activations.block_meter import BlockMeasures, BlockMeter, PassKey
 from zeroshard.activations.budget import ActivationBudget
 from zeroshard.activations.chain_decision import PassChain, Rules, one_at_a_time
 from zeroshard.activations.decided import Decided, rows_of
-from zeroshard.activations.kept_part import ChosenOperations, KeptPart
+from zeroshard.activations.kept_part import ChosenOperations, KeptPart, part_of
 from zeroshard.activations.nested import NestedSegment
 from zeroshard.activations.operations import Treatment
 from zeroshard.activations.recomputation import BlockForward, Recomputation
 from zeroshard.activations.rotor import ChainItem, PassedBlocks, SavedBlock
 from zeroshard.activations.saved_watch import SavedWatch
 from zeroshard.activations.segments import BlockSegment, Call, Region
-from zeroshard.activations.stored import BySavers, Clocks, StoredCosts, measured
+from zeroshard.activations.stored import Clocks, StoredCosts, measured
 from zeroshard.activations.surroundings import Surroundings
 from zeroshard.activations.waiting import ForwardGraph, KeptSegment, WaitingForwards
 from zeroshard.comm.collectives import Comm
@@ -125,6 +125,20 @@ class AutoRecomputation(Recomputation):
         self.decided: dict[PassKey, Decided] = {}
         self._grown: dict[PassKey, PassMeasures] = {}  # of forwards that took more than their decisions count on
 
+    def run(self, block: BlockForward, args: Any, kwargs: Any) -> Any:
+        """A block's forward; what it saves is stored where that is decided, and stays else.
+
+        So does what comes between and after blocks; the backward reads what comes last at once.
+        """
+        saver, apart = self._around.saver, block.left_alone and not self._inside
+        before = saver.asked
+        if apart:
+            saver.ask_all()
+        try:
+            return super().run(block, args, kwargs)
+        finally:
+            saver.asked = before if apart or self._inside or self._pass is None else ()
+
     @property
     def known(self) -> dict[PassKey, PassMeasures]:
         """What decisions were made from."""
@@ -178,20 +192,6 @@ class AutoRecomputation(Recomputation):
     def _operations_of(self, region: Region) -> AbstractContextManager[Any] | None:
         chosen = region.choice is not None and region.choice.operations
         return ChosenOperations(region, self._treatments) if chosen else None
-
-    def run(self, block: BlockForward, args: Any, kwargs: Any) -> Any:
-        """A block's forward; what it saves is stored where that is decided, and stays else.
-
-        So does what comes between and after blocks; the backward reads what comes last at once.
-        """
-        saver, apart = self._around.saver, block.left_alone and not self._inside
-        before = saver.asked
-        if apart:
-            saver.ask_all()
-        try:
-            return super().run(block, args, kwargs)
-        finally:
-            saver.asked = before if apart or self._inside or self._pass is None else ()
 
     def _begin(self, *given: Any) -> None:
         super()._begin(*given)
@@ -281,12 +281,12 @@ class AutoRecomputation(Recomputation):
             if item is not None and item.way is None:
                 droppable = self._pass is not None and self._may_drop(self._pass, decision, number)
                 return KeptSegment(self._around, self._weights, self._count) if droppable else None
-            part = None if item is None or item.way is None else item.way.choice
-            if isinstance(part, BySavers) and not self._waiting.drops:
+            part = part_of(item)
+            if part is not None and part.by is not None and not self._waiting.drops:
                 self._ask(part)
                 return None
-            has_tail = isinstance(part, KeptPart | BySavers) and part.first is not None
-            return (KeptSegment if has_tail else BlockSegment)(self._around, self._weights, self._count)
+            keeps = part is not None and part.first is not None
+            return (KeptSegment if keeps else BlockSegment)(self._around, self._weights, self._count)
         if number == item.first or self._segment is None:
             self._segment = self._passed_segment(item, number)
         return self._segment
@@ -374,22 +374,23 @@ class AutoRecomputation(Recomputation):
     def _choose(self, region: Region, number: int) -> None:
         """Have a region keep what its decision says."""
         item = self._pass.decision.by_block.get(number) if self._pass and self._pass.decision else None
-        if isinstance(item, SavedBlock) and item.way is not None:
-            region.choice = item.way.choice
-            region.call.needed = None
-            self._ask(region.choice)
+        part = part_of(item)
+        if part is not None:
+            region.choice, region.call.needed = part, None
+            self._ask(part)
 
-    def _ask(self, choice: object) -> None:
+    def _ask(self, part: KeptPart) -> None:
         """Have savers store what the block saves that is about to run, if that is its choice."""
-        if isinstance(choice, BySavers):
-            self._around.saver.asked = self._around.saver.choices[choice.number]
+        if part.by is not None:
+            self._around.saver.asked = self._around.saver.choices[part.by.number]
 
     def _compute(self, region: Region, arguments: Any, hooks: Any, watching: Any = None) -> Any:
         found = self._pass
         if found is None or found.measures is None:
             self._choose(region, self._called - 1)
             output = super()._compute(region, arguments, hooks, watching)
-            if found is not None and self._segment is None and getattr(region.choice, "varies", True):
+            by = None if region.choice is None else region.choice.by
+            if found is not None and self._segment is None and (by is None or by.varies):
                 self._waiting.keep(region)
             return output
         held, measures, found.region = self._budget.activations, found.measures, region

@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from zeroshard.activations.block_meter import BlockMeasures, PassMeasures, alike
-from zeroshard.activations.kept_part import RESTART, ways_of
+from zeroshard.activations.kept_part import RESTART, KeptPart, part_of, ways_of
 from zeroshard.activations.rotor import (
     BlockCosts,
     ChainItem,
@@ -155,10 +155,10 @@ class PassChain:
     def _with_stored(self, number: int, spacing: int) -> BlockCosts:
         cost, block = self._costs[number], self._blocks[number]
         ahead, ways = ahead_of([each.seconds for each in self._blocks], number, spacing), list(cost.ways)
-        for stored, choice in zip(block.stored, self._rules.stores, strict=True):
+        for stored, by in zip(block.stored, self._rules.stores, strict=True):
             if stored is not None and ahead is not None and stored.held + block.leaving < block.saved:
                 held, peak = stored.held + block.leaving + block.sums, stored.held + cost.saved + cost.temporary
-                ways.append(OtherWay(held, peak, block.seconds + stored.seconds(ahead), choice))
+                ways.append(OtherWay(held, peak, block.seconds + stored.seconds(ahead), KeptPart(first=0, by=by)))
         return replace(cost, ways=tuple(ways))
 
     def _grid(self, steps: int) -> list[int]:
@@ -189,8 +189,9 @@ class PassChain:
     def _first_read(self, items: Sequence[ChainItem]) -> float:
         """Seconds of reading the last block that is stored, which the backward meets first: nothing runs beside it."""
         for item in reversed(items):
-            if isinstance(item, SavedBlock) and item.way is not None and isinstance(item.way.choice, BySavers):
-                costs = self._blocks[item.block].stored[item.way.choice.number]
+            part = part_of(item)
+            if isinstance(item, SavedBlock) and part is not None and part.by is not None:
+                costs = self._blocks[item.block].stored[part.by.number]
                 return 0.0 if costs is None else costs.up
         return 0.0
 

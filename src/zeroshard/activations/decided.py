@@ -6,10 +6,9 @@ from typing import Any
 
 from zeroshard.activations.block_meter import BlockMeasures, PassMeasures, alike
 from zeroshard.activations.chain_decision import PassDecision
-from zeroshard.activations.kept_part import RESTART, KeptPart
-from zeroshard.activations.rotor import ChainItem, OtherWay, PassedBlocks, SavedBlock
+from zeroshard.activations.kept_part import RESTART, part_of
+from zeroshard.activations.rotor import ChainItem, PassedBlocks, SavedBlock
 from zeroshard.activations.segments import Call
-from zeroshard.activations.stored import BySavers
 
 
 @dataclass(slots=True)
@@ -80,7 +79,7 @@ def rows_of(decided: Decided, calls: Mapping[str, Call]) -> list[dict[str, Any]]
         seconds = measured[number].seconds + RESTART
         if isinstance(item, SavedBlock) and item.way is not None:
             seconds = item.way.seconds - measured[number].seconds
-        again = counts.get(number, 0)
+        again, part = counts.get(number, 0), part_of(item)
         call, before = calls[block.name], decided.again.get(block.name, (0, 0.0, 0.0))
         divisor = max(1, decided.forwards) * uses[block.name]
         rows.append(
@@ -95,7 +94,7 @@ def rows_of(decided: Decided, calls: Mapping[str, Call]) -> list[dict[str, Any]]
                 "again_seconds": again * seconds,
                 "measured_again_seconds": (call.again[1] - before[1]) / divisor,
                 "stored_seconds": seconds if isinstance(item, SavedBlock) and again == 0 and item.way else 0.0,
-                "measured_stored_seconds": None if is_stored(item) else (call.made - before[2]) / divisor,
+                "measured_stored_seconds": None if part is not None and part.by else (call.made - before[2]) / divisor,
             }
         )
     return rows
@@ -106,7 +105,8 @@ def _again(items: tuple[ChainItem, ...], first: bool) -> dict[int, int]:
     counts: dict[int, int] = {}
     for item in items:
         if isinstance(item, SavedBlock):
-            computed = item.way is not None and not is_kept(item.way)
+            part = part_of(item)
+            computed = part is not None and part.computed
             counts[item.block] = counts.get(item.block, 0) + (computed if first else 1)
             continue
         for number in range(item.first, item.last + 1):
@@ -114,16 +114,6 @@ def _again(items: tuple[ChainItem, ...], first: bool) -> dict[int, int]:
         for number, more in _again(item.again, first=False).items():
             counts[number] = counts.get(number, 0) + more
     return counts
-
-
-def is_stored(item: ChainItem) -> bool:
-    """Whether savers store what a block saves."""
-    return isinstance(item, SavedBlock) and item.way is not None and isinstance(item.way.choice, BySavers)
-
-
-def is_kept(way: OtherWay) -> bool:
-    """Whether a way computes nothing of the block's forward again."""
-    return isinstance(way.choice, BySavers) or (isinstance(way.choice, KeptPart) and not way.choice.computed)
 
 
 def _kept(item: ChainItem, number: int, blocks: list[BlockMeasures]) -> int:
@@ -139,12 +129,11 @@ def _action(item: ChainItem, number: int, blocks: list[BlockMeasures]) -> str:
         if item.first == item.last:
             return "computed again"
         return f"computed again from the input of {blocks[item.first].name}"
-    if item.way is None:
+    part, block = part_of(item), blocks[number]
+    if part is None:
         return "kept"
-    part, block = item.way.choice, blocks[number]
-    if isinstance(part, BySavers):
-        return part.how
-    assert isinstance(part, KeptPart)
+    if part.by is not None:
+        return part.by.how
     if not part.computed:
         return f"kept but for results of {', '.join(sorted({recipe.rule for recipe in part.remade}))}"
     kept = sorted({each.name for each in block.operations if each.number in part.operations})

@@ -13,8 +13,9 @@ from typing import Any
 from zeroshard.activations.block_meter import BlockMeasures, OperationCosts, SavedTail, keepable
 from zeroshard.activations.operations import OperationsMode, Treatment
 from zeroshard.activations.remade import Recipe
-from zeroshard.activations.rotor import OtherWay
+from zeroshard.activations.rotor import ChainItem, OtherWay, SavedBlock
 from zeroshard.activations.segments import Region
+from zeroshard.activations.stored import BySavers
 from zeroshard.errors import BudgetExceeded
 
 DISPATCH = 1e-5  # seconds that an operation takes longer where results are kept: two ways through Python
@@ -30,11 +31,13 @@ class KeptPart:
         operations: the numbers of those whose results are kept.
         first: the number of the first tensor that is kept with all that are saved after it; None if none is.
         remade: how those of them are made that are let go nevertheless.
+        by: the savers that store what is kept, if any do.
     """
 
     operations: tuple[int, ...] = ()
     first: int | None = None
     remade: tuple[Recipe, ...] = ()
+    by: BySavers | None = None
 
     @property
     def computed(self) -> bool:
@@ -44,6 +47,12 @@ class KeptPart:
     def recipe(self, number: int) -> Recipe | None:
         """How a saved tensor is made again; None if it is not."""
         return next((recipe for recipe in self.remade if recipe.number == number), None)
+
+
+def part_of(item: ChainItem | None) -> KeptPart | None:
+    """What is kept of a block in part; None of one that is kept whole, or of which the input alone is kept."""
+    part = item.way.choice if isinstance(item, SavedBlock) and item.way is not None else None
+    return part if isinstance(part, KeptPart) else None
 
 
 class ChosenOperations(OperationsMode):

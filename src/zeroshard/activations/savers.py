@@ -24,7 +24,6 @@ class Savers:
 
     Attributes:
         moves: whether any does more than keep.
-        how: what they do with tensors.
         asked: those that are asked now.
         choices: those that may be asked together, where that is decided block by block: each alone, or all.
     """
@@ -34,7 +33,6 @@ class Savers:
         self.asked: Sequence[Saver] = savers
         self.choices = [[saver] for saver in savers if saver.moves] + ([savers] if len(savers) > 1 else [])
         self.moves = any(saver.moves for saver in savers)
-        self.how = " or ".join(saver.how for saver in savers)
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Take in a tensor; returns what `unpack` takes. A `Kept` one stays where it is."""

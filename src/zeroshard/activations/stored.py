@@ -45,7 +45,7 @@ class StoredCosts:
 
 @dataclass(frozen=True, slots=True)
 class BySavers:
-    """The choice of a block whose tensors savers store; as a `KeptPart` that keeps all that the block saves.
+    """Which savers store what a block saves.
 
     Attributes:
         number: of the savers' choice, in `Savers.choices`.
@@ -56,10 +56,6 @@ class BySavers:
     number: int
     how: str
     varies: bool = False
-    operations: tuple[int, ...] = ()
-    first: int = 0
-    remade: tuple[()] = ()
-    computed: bool = False
 
 
 def choices_of(savers: Savers) -> tuple[BySavers, ...]:
