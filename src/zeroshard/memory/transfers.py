@@ -27,6 +27,8 @@ from zeroshard.errors import OffloadError
 from zeroshard.platform import accelerator
 from zeroshard.traffic import COMPUTE, QUEUES, Count, Purpose
 
+AT_EXIT = 30.0  # seconds that tasks under way may take when the process ends
+
 
 @dataclass(frozen=True, slots=True)
 class TaskSpan:
@@ -193,7 +195,8 @@ class ThreadRunner:
         # Made once, because torch's allocator keeps a pool for each stream.
         self._streams = {queue: accelerator.new_stream(device) for queue in ("down", "up")}
         self._queues: dict[str, SimpleQueue[Task | None]] = {}
-        weakref.finalize(self, _end, self._queues)
+        self._threads: list[threading.Thread] = []
+        weakref.finalize(self, _end, weakref.ref(self), self._queues, self._threads)
 
     def begin(self, task: Task) -> None:
         """Run a task in this thread, hand it to its stream, or to its queue's thread."""
@@ -206,7 +209,9 @@ class ThreadRunner:
         if queue is None:
             queue = self._queues[task.queue] = SimpleQueue()
             name = f"zeroshard {task.queue}"
-            threading.Thread(target=_serve, args=(queue, self._streams), name=name, daemon=True).start()
+            thread = threading.Thread(target=_serve, args=(queue, self._streams), name=name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
         task.signal = threading.Event()
         queue.put(task)
 
@@ -250,9 +255,16 @@ def _serve(queue: "SimpleQueue[Task | None]", streams: Mapping[str, torch.Stream
         del task  # or it would be kept until the next one
 
 
-def _end(queues: "Mapping[str, SimpleQueue[Task | None]]") -> None:
+def _end(
+    runner: "weakref.ref[ThreadRunner]",
+    queues: "Mapping[str, SimpleQueue[Task | None]]",
+    threads: Sequence[threading.Thread],
+) -> None:
+    """End the threads; as the process ends, wait for them: one that is killed inside of C++ aborts the process."""
     for queue in queues.values():
         queue.put(None)
+    for thread in threads if runner() is not None else ():
+        thread.join(AT_EXIT)
 
 
 class VirtualClock(Protocol):

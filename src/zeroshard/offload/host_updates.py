@@ -1,7 +1,8 @@
 """All updates below the device of one engine: when they run, and when the new weights reach the device.
 
 [Note: after the norm] A step ends when its updates are begun, in the order of the forward. The next forward waits for
-each unit's weights where it needs them. A slice that other ranks need is published then, in one fixed order.
+each unit's weights where it needs them, and so does a read of a parameter ([Note: arriving]). A slice that
+other ranks need is published then, in one fixed order.
 
 [Note: speculation] As soon as a slice's gradient is on the host, its new weights can be made beside the backward, as if
 nothing were to be clipped or skipped ([Note: weights first] in `slices`). If the step's verdict is the expected one,
@@ -16,6 +17,7 @@ beside step t+1, and its weights reach the device when that one ends. Its rate, 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -29,7 +31,7 @@ from zeroshard.offload.host_tiers import HostTiers
 from zeroshard.offload.slices import SlicePiece
 from zeroshard.optim.spans import SpanOptimizer
 from zeroshard.parts.late_updates import LateUpdates, SpeculationCounts
-from zeroshard.parts.weights import Weights
+from zeroshard.parts.weights import Weights, arrived, withhold
 from zeroshard.traffic import UPDATE, Purpose
 
 WINDOW, MOST_WRONG = 50, 5  # steps that are remembered, and wrong speculations among them, beyond which none begins
@@ -187,6 +189,7 @@ class HostUpdates(LateUpdates):
         self._gathers = gathers
         self._todo: list[tuple[int, Callable[[float, bool], HostUpdate]]] = []
         self._rising: list[tuple[HostUpdate, Task]] = []
+        self._seen: set[int] = set()  # units whose parameters the user sees without asking them
         self.staging = StagingMemory(lower.host)
         self._late: list[HostUpdate] = []
         self.speculations = Speculations(lower, unclipped, self.speculation_counts)
@@ -218,6 +221,7 @@ class HostUpdates(LateUpdates):
             self._late.append(update) if late else self.rise(update)
         self.speculations.write_states()
         self.forget()
+        self._finish_seen()
         if todo:
             self._optimizer.touch()
 
@@ -226,6 +230,7 @@ class HostUpdates(LateUpdates):
         self._commit()
         self.speculations.decide(None)
         self.forget()
+        self._finish_seen()
 
     def forget(self) -> None:
         """Drop updates that ran before the verdict and were not taken over."""
@@ -247,6 +252,7 @@ class HostUpdates(LateUpdates):
         """A forward begins, which to train uses weights that may be one update old, and else the latest."""
         if not trains:
             self._commit()
+            self._finish_seen()
         if not self._gathers:
             self.need(root)
 
@@ -275,6 +281,8 @@ class HostUpdates(LateUpdates):
             update.lender.reader = task
         weights.update = task
         self._rising.append((update, task))
+        if not withhold(weights, partial(self.need, update.unit)):
+            self._seen.add(update.unit)
 
     def _turn(self, unit: int) -> int:
         """The place of a unit in a forward, in which the root comes first."""
@@ -285,6 +293,12 @@ class HostUpdates(LateUpdates):
         for update in self._late:
             self.rise(update)
         self._late.clear()
+
+    def _finish_seen(self) -> None:
+        """Wait for weights that the user sees without asking the parameters."""
+        seen, self._seen = self._seen, set()
+        for unit in seen:
+            self.need(unit)
 
     def _settle(self, items: Sequence[tuple[HostUpdate, Task]]) -> None:
         for item in items:
@@ -298,6 +312,7 @@ class HostUpdates(LateUpdates):
             update.weights.publish()
         for update, _ in items:
             update.weights.published()
+            arrived(update.weights)
 
 
 def _refuse_states(optimizer: torch.optim.Optimizer, states: Any) -> None:

@@ -1,6 +1,14 @@
-"""The parameters of one flat, as the model computes with them."""
+"""The parameters of one flat, as the model computes with them.
 
-from collections.abc import Iterator
+[Note: arriving] `step` may return while updates of the parameters run on: on the host, or as gathers of updated slices
+(`overlap_gather`). Until then a parameter is an absent one ([Note: absent values]) over NaN: reading it waits, and the
+forward waits for each unit before its modules run. Not every reader can be made to wait: torch.tensor(p), torch.func
+over parameters, traced modules and extensions in C++ never ask, and read NaN. A tensor that shares the parameters'
+memory, as `p.detach()` of an earlier step does, cannot become NaN; a flat of which the user holds one is waited for at
+the end of the step.
+"""
+
+from collections.abc import Callable, Iterator
 from enum import Enum, auto
 from typing import Protocol
 
@@ -17,7 +25,7 @@ class Residence(Enum):
 
     SLICED = auto()  # each rank holds its slice; the parameters read NaN
     GATHERING = auto()  # the collective is under way
-    ARRIVING = auto()  # whole, and other ranks' updates arrive; each use waits for them
+    ARRIVING = auto()  # whole, and an update of them is under way, here or on other ranks; each use waits for it
     GATHERED = auto()  # whole on this rank; the parameters may be used
 
 
@@ -36,6 +44,7 @@ class Weights(Protocol):
         sliced: whether the values go between uses.
         copied: whether this rank keeps a whole copy of its own.
         update: of `own`, under way; a gather comes after it.
+        awaits: has the values arrive, while `residence` is ARRIVING.
     """
 
     flat: Flat
@@ -46,6 +55,7 @@ class Weights(Protocol):
     sliced: bool
     copied: bool
     update: Task | None
+    awaits: Callable[[], None] | None
 
     @property
     def lost(self) -> str | None:
@@ -94,3 +104,35 @@ class Weights(Protocol):
 
     def wire(self, work: Work) -> Wire:
         """Planned elements that are sent and received in a step."""
+
+
+def withhold(weights: Weights, finish: Callable[[], None], spans: int = 0) -> bool:
+    """Have every use of parameters call `finish` before: their values are changed until `arrived` ([Note: arriving]).
+
+    Args:
+        spans: how many tensors of the optimizer view `own`.
+
+    Returns:
+        False where uses cannot be seen, so that the caller must finish at once.
+    """
+    if weights.sliced:
+        return True  # they are absent between uses, and gathers wait for `update`
+    if weights.flat.kinds is None or _seen_elsewhere(weights, spans):
+        return False
+    weights.residence, weights.awaits = Residence.ARRIVING, finish
+    weights.flat.detach()
+    return True
+
+
+def arrived(weights: Weights) -> None:
+    """The values of weights are the new ones, and stay so."""
+    if weights.residence is Residence.ARRIVING:
+        weights.residence, weights.awaits = Residence.GATHERED, None
+        weights.flat.attach()
+
+
+def _seen_elsewhere(weights: Weights, spans: int) -> bool:
+    """Whether anything shares the buffer but its parameters, their views, the optimizer's and those of `p.data`."""
+    storage, flat = weights.full.untyped_storage(), weights.flat
+    users: int = torch._C._storage_Use_Count(storage._cdata)
+    return users > len(flat.parameters) + len(flat.views) + flat.aliases + spans + 3  # `full`, `own` and `storage`

@@ -1,30 +1,24 @@
 """Updated parameters that come from the other ranks beside the next forward (stages 1 and 2).
 
-[Note: arriving weights] `step` may return while the gathers of the updated slices run on, root first and then in the
-order of the forward, which waits for each unit's own. Until then a parameter is an absent one ([Note: absent values])
-over NaN: reading it waits. Not every reader can be made to wait: torch.tensor(p), torch.func over parameters, traced
-modules and extensions in C++ never ask, and read NaN. So this is done where the plan asks for it, and not by default.
-A tensor that shares the parameters' memory, as `p.detach()` of an earlier step does, cannot become NaN; a flat of which
-the user holds one is waited for at the end of the step.
+`step` returns while the gathers of the updated slices run on, root first and then in the order of the forward
+([Note: arriving]).
 """
 
 import contextlib
 import sys
 from collections.abc import Iterable
 
-import torch
-
 from zeroshard.comm.collectives import Comm
 from zeroshard.errors import CommError
 from zeroshard.memory.ledger import Ledger
 from zeroshard.parts.late_updates import LateUpdates
-from zeroshard.parts.weights import Residence
+from zeroshard.parts.weights import Residence, arrived, withhold
 from zeroshard.units import Flat
 from zeroshard.zero.weights import Whole
 
 
 class Arriving(Whole):
-    """Whole parameters whose updated slices arrive beside the next forward ([Note: arriving weights]).
+    """Whole parameters whose updated slices arrive beside the next forward ([Note: arriving]).
 
     Args:
         arrivals: all of them, which forwards wait for.
@@ -44,11 +38,9 @@ class Arriving(Whole):
         Args:
             spans: as in `Weights.publish`.
         """
-        waits = spans is None or self.flat.kinds is None or self._seen_elsewhere(spans)
+        if self._publishes and spans is not None:
+            withhold(self, super().published, spans)
         super().publish()
-        if self._pending is not None and not waits:
-            self.residence = Residence.ARRIVING
-            self.flat.detach()
 
     def published(self) -> None:
         """Wait for slices whose parameters are not absent; `finish_gather` waits for the others."""
@@ -57,17 +49,8 @@ class Arriving(Whole):
 
     def finish_gather(self) -> None:
         """Wait for the slices of all ranks, and let the parameters view them."""
-        if self.residence is Residence.ARRIVING:
-            super().published()
-            self.residence = Residence.GATHERED
-            self.flat.attach()
-
-    def _seen_elsewhere(self, spans: int) -> bool:
-        """Whether anything shares the buffer but its parameters, their views, the optimizer's and those of `p.data`."""
-        storage = self.full.untyped_storage()
-        users: int = torch._C._storage_Use_Count(storage._cdata)
-        known = len(self.flat.parameters) + len(self.flat.views) + self.flat.aliases + spans
-        return users > known + 3  # `full`, `own` and `storage`
+        super().finish_gather()
+        arrived(self)
 
     def __del__(self) -> None:
         """Parameters that outlive the engine get their values, unless a rank has failed."""

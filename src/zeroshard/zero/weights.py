@@ -3,17 +3,20 @@
 `Whole`, `Mapped` and `Sliced` are the three lives; each is a `parts.weights.Weights`.
 """
 
-from collections.abc import Iterator
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
 
 from zeroshard.comm.collectives import Comm, Purpose
 from zeroshard.comm.pending import Pending
+from zeroshard.errors import OffloadError
 from zeroshard.memory.ledger import Category, Ledger
 from zeroshard.memory.transfers import Task
 from zeroshard.parts.planned import Planned, Wire, Work, on_device
-from zeroshard.parts.weights import Residence
+from zeroshard.parts.weights import Residence, arrived
 from zeroshard.units import Flat
 
 
@@ -32,6 +35,7 @@ class Whole:
     sliced, copied, lost = False, True, None
     residence = Residence.GATHERED
     update: Task | None = None
+    awaits: Callable[[], None] | None = None
     full: torch.Tensor
     own: torch.Tensor
 
@@ -72,7 +76,17 @@ class Whole:
         """Whole parameters need no gather."""
 
     def finish_gather(self) -> None:
-        """Whole parameters need no gather."""
+        """Wait for values that arrive ([Note: arriving]); whole parameters need no gather."""
+        if self.awaits is not None:
+            self.awaits()
+
+    def __del__(self) -> None:
+        """Parameters that outlive the engine get their values, unless other ranks have a part in them."""
+        if self.residence is Residence.ARRIVING and not (self._publishes or sys.is_finalizing()):
+            with contextlib.suppress(OffloadError):
+                if self.update is not None:
+                    self.update.wait()
+                arrived(self)
 
     def lend(self) -> None:
         """The user's views follow later updates, as in PyTorch."""
