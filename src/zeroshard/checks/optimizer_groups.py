@@ -9,7 +9,7 @@ from zeroshard.errors import OptimizerError
 
 
 def refuse_used(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that has taken steps, holds another one, or has states that belong to no parameter.
+    """Refuse an optimizer that has taken steps, holds another one, has another step or states of no parameter.
 
     Raises:
         OptimizerError: with the way out.
@@ -21,6 +21,12 @@ def refuse_used(optimizer: torch.optim.Optimizer) -> None:
                 f"model's parameters, where the engine has slices of them. Give the engine that one itself, or write "
                 f"both into one class."
             )
+    step = vars(optimizer).get("step")
+    if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):  # schedulers count calls so
+        raise OptimizerError(
+            f"The step of this {type(optimizer).__name__} was replaced on the object, and an engine tries the step of "
+            f"its class to find what it needs. Write a class whose step does the same."
+        )
     for key, state in optimizer.state.items():
         if not isinstance(key, torch.Tensor):
             raise OptimizerError(

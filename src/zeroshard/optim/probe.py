@@ -1,8 +1,10 @@
 """Trial steps that show whether an optimizer is elementwise, and which states it keeps.
 
-An update on slices is exact if a tensor cut into flat pieces, stepped one after the other, gets the same values.
+An update on slices is exact if a tensor cut into flat pieces, stepped one after the other, gets the same values; and if
+no data of other elements reach an element by any operation, which `dependence` watches, for whatever values.
 """
 
+import inspect
 import math
 from collections import Counter
 from contextlib import AbstractContextManager
@@ -15,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from zeroshard.errors import OptimizerError
+from zeroshard.optim.dependence import Dependence, dependence_of, shaped_alike
 from zeroshard.optim.one_step import OneStep
 from zeroshard.optim.twins import twin_of
 from zeroshard.optim.whole_states import tensor_bytes
@@ -64,6 +67,8 @@ def _layout_of(optimizer: torch.optim.Optimizer) -> StateLayout:
         return check_elementwise(optimizer)
     except OptimizerError as error:
         found = [_check_tensors_alone(optimizer, group) for group in optimizer.param_groups]
+        if reason := _watched(optimizer).on_parameters:
+            raise _depend(optimizer, reason) from None
         whole = str(error).split(" Under slices", 1)[0]
     nbytes = numel = 0
     for group in optimizer.param_groups:
@@ -90,8 +95,7 @@ def _check_tensors_alone(optimizer: torch.optim.Optimizer, group: dict[str, Any]
         raise
     except Exception as error:  # a user's optimizer may raise any kind of error
         raise OptimizerError(
-            f"{name} does not run by step() alone ({type(error).__name__}: {error}). The engine steps without a "
-            f"closure that evaluates the model again, and with dense gradients: use an optimizer that takes those."
+            f"{name} does not run by step() alone ({type(error).__name__}: {error}). {_way_out(optimizer, error)}"
         ) from error
     together, again, alone = (run.values for run in runs)
     if not _alike(together, again):
@@ -100,12 +104,43 @@ def _check_tensors_alone(optimizer: torch.optim.Optimizer, group: dict[str, Any]
             f"would draw others, and none those of one process: use an optimizer that draws none."
         )
     if not _alike(together, alone):
-        raise OptimizerError(
-            f"{name} gives other results when it steps over one parameter after the other, so its parameters depend on "
-            f"each other (a norm over all of them). Under slices each rank updates its own: clip with "
-            f"engine.clip_grad_norm or Plan(clip_norm=...), and keep counts as numbers of the group or by parameter."
-        )
+        raise _depend(optimizer, "it gives other results when it steps over one parameter after the other")
     return runs[0].rebinds
+
+
+def _way_out(optimizer: torch.optim.Optimizer, error: Exception) -> str:
+    """What to do about an optimizer whose trial step has failed."""
+    said = f"{error}".lower()
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if "closure" in said or (closure is not None and closure.default is closure.empty):
+        return "The engine steps without a closure that evaluates the model again: use an optimizer that needs none."
+    if "sparse" in said:
+        return "The engine has dense gradients: use an optimizer that takes those."
+    return (
+        "The engine steps over tensors of its own, by an optimizer of the same class, defaults, groups and settings: "
+        "keep what the step needs in the defaults, in the groups, or in self.state of each parameter."
+    )
+
+
+def _watched(optimizer: torch.optim.Optimizer) -> Dependence:
+    """On what the updates of an optimizer depend."""
+    try:
+        return dependence_of(optimizer)
+    except OptimizerError:
+        raise
+    except Exception as error:  # a user's optimizer may raise any kind of error
+        raise OptimizerError(
+            f"The steps of {type(optimizer).__name__} cannot be watched ({type(error).__name__}: {error}), so that it "
+            f"is not known on which data the update of a parameter depends. {_way_out(optimizer, error)}"
+        ) from error
+
+
+def _depend(optimizer: torch.optim.Optimizer, reason: str) -> OptimizerError:
+    return OptimizerError(
+        f"The parameters of {type(optimizer).__name__} depend on each other (as by a norm over all of them): {reason}. "
+        f"Under slices each rank updates its own: clip with engine.clip_grad_norm or Plan(clip_norm=...), and keep "
+        f"counts as numbers of the group or by parameter."
+    )
 
 
 def state_nbytes(
@@ -127,7 +162,13 @@ def _state_nbytes(
     except Exception:  # it reads values, which a tensor without any refuses in many ways
         sides = dict(zip(SIDES, shape, strict=False))
         small = torch.ones(tuple(sides), dtype=dtype)
-        leaves = tree_leaves(dict(_stepped(optimizer, group, small)))
+        try:
+            leaves = tree_leaves(dict(_stepped(optimizer, group, small)))
+        except Exception as error:
+            raise OptimizerError(
+                f"{type(optimizer).__name__} does not run on a parameter of shape {tuple(shape)} "
+                f"({type(error).__name__}: {error}). Give such parameters to an optimizer that takes them."
+            ) from error
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
         return sum(leaf.itemsize * math.prod(sides.get(side, side) for side in leaf.shape) for leaf in tensors)
 
@@ -181,6 +222,12 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> StateLayout:
     if getattr(optimizer, "whole_tensors", False):  # blocks of a large tensor do not show in a trial on a small one
         raise OptimizerError(f"{type(optimizer).__name__} needs whole tensors. {way_out}")
     layouts = [_try_group(optimizer, group, way_out) for group in optimizer.param_groups]
+    found = _watched(optimizer)
+    reason = found.on_parameters or found.on_elements
+    if reason is None and found.shapes and not shaped_alike(optimizer):
+        reason = "it treats parameters by their shapes"
+    if reason is not None:
+        raise OptimizerError(f"{type(optimizer).__name__} needs whole tensors: {reason}. {way_out}")
     return max(layouts, key=lambda layout: (layout.bytes_per_element, layout.scalar_bytes))
 
 

@@ -6,7 +6,7 @@ are taken over from the optimizer; where the constructor cannot do without them,
 
 import copy
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import MethodType
 from typing import Any
 
@@ -33,22 +33,38 @@ def twin_of(
     Raises:
         OptimizerError: the constructor needs what the optimizer does not show, and makes states. Other errors are its.
     """
+    return twin_over(optimizer, [(group, tensors)], over)
+
+
+def twin_over(
+    optimizer: torch.optim.Optimizer,
+    members: Sequence[tuple[Mapping[str, Any], list[torch.Tensor]]],
+    over: Mapping[str, Any] | None = None,
+) -> torch.optim.Optimizer:
+    """As `twin_of`, with several groups; in training mode, where the optimizer has modes (2405.15682).
+
+    Args:
+        members: the options and the tensors of each group.
+    """
     kind = type(optimizer)
     accepted = inspect.signature(kind.__init__).parameters
     settings = {k: v for k, v in {**optimizer.defaults, **(over or {})}.items() if k in accepted and k != "params"}
-    own = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-    if all(map(_has_value, tensors)):
-        settings, own = (tree_map(_with_value, options) for options in (settings, own))
-    groups = [{**own, "params": tensors}]
+    real = all(_has_value(tensor) for _, tensors in members for tensor in tensors)
+    settings = tree_map(_with_value, settings) if real else settings
+    groups = []
+    for group, tensors in members:
+        own = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        groups.append({**(tree_map(_with_value, own) if real else own), "params": tensors})
     needed = [
         name for name, each in list(accepted.items())[2:]
         if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
     ]  # fmt: skip
-    hidden = [name for name in needed if name not in settings]
+    hidden = [name for name in list(accepted)[1:2] if "name" in name]  # of pairs of a name and a parameter
+    hidden += [name for name in needed if name not in settings]
     if not hidden:
         twin = kind(groups, **settings)
-        vars(twin).update((key, value) for key, value in _attributes(optimizer) if _is_setting(value))
-        return twin
+        vars(twin).update((key, value) for key, value in attributes_of(optimizer) if _is_setting(value))
+        return _training(twin)
     if optimizer.state:
         raise OptimizerError(
             f"{kind.__name__} makes states in its constructor, which takes {hidden[0]!r}, and that is not among its "
@@ -58,12 +74,19 @@ def twin_of(
     twin = kind.__new__(kind)
     torch.optim.Optimizer.__init__(twin, groups, dict(optimizer.defaults))
     known = {id(p): p for each in optimizer.param_groups for p in each["params"]} | {id(optimizer): twin}
-    for key, value in _attributes(optimizer):
+    for key, value in attributes_of(optimizer):
         vars(twin)[key] = copy.deepcopy(value, dict(known))
+    return _training(twin)
+
+
+def _training(twin: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    train = getattr(twin, "train", None)
+    if callable(train):
+        train()
     return twin
 
 
-def _attributes(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
+def attributes_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
     """The user's attributes of the object; one in the place of a method (a scheduler wraps some) is none of these."""
     kind = type(optimizer)
     yield from ((k, value) for k, value in vars(optimizer).items() if k not in TORCHS and not hasattr(kind, k))
