@@ -249,7 +249,10 @@ class Arena:
     """Scratch buffers that are made once and used again, such as for gradients under way and for collectives.
 
     `take` gives the smallest free buffer that is large enough, or a new one, so that after the first steps nothing is
-    allocated any more (ZeRO-R's constant buffers, 1910.02054, section 6.2).
+    allocated any more.
+
+    [Note: C_B] Constant buffers of ZeRO-R (1910.02054, section 6.2): what is lent here is as large as the largest unit,
+    whatever the number of units, since a unit hands its buffers back before the next but one takes them.
 
     Args:
         ledger: enters the buffers.

@@ -8,6 +8,10 @@ destination not read. Tasks hold both.
 
 [Note: exposed seconds] Seconds for which the main thread waited for a task. Where it waited for a chain (an
 update that waited for its gradients), each task of the chain gets the part in which it ran.
+
+[Note: GeePS] GPU memory as a cache of host memory, filled and emptied off the critical path (Cui et al., EuroSys 2016):
+copies by this runner, parameters and states in `offload.host_tiers`, data of layers in `activations.offload`, and the
+workers that do not wait for each other in `parameter_server`.
 """
 
 import random

@@ -7,6 +7,9 @@ knows the size of every message, so nothing is padded, and ranks without rows or
 
 [Note: rows by expert and source] What a rank computes is sorted by expert, and of one expert by the rank that the rows
 come from. So the rows of an expert stand in the order in which one process would have those of all ranks.
+
+[Note: shrinking batch] An expert gets k/E of a batch, so all n data ranks feed it: their dense layers are copies, and
+of each expert there is one (Shazeer et al., 1701.06538, section 3.1).
 """
 
 from collections.abc import Callable, Iterator, Sequence

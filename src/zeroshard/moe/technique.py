@@ -3,6 +3,9 @@
 The ranks of a group work on different data (GShard, 2006.16668, section 3.2; Switch, 2101.03961, section 5). Gradients
 of an expert are there once in a group, from the tokens of all its ranks; so they are summed over the groups alone, and
 divided by all data ranks, as those of dense layers.
+
+[Note: layouts] Data, model, and expert parallelism in any combination (Switch, section 5): data ranks are those of the
+plan, tensor ranks split dense layers (`tensor.technique`), and `own_tokens` deals the tokens that tensor ranks share.
 """
 
 from collections import defaultdict

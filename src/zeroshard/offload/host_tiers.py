@@ -1,4 +1,9 @@
-"""The tiers below the device: host memory, a disk, the link to them, and which units are kept there."""
+"""The tiers below the device: host memory, a disk, the link to them, and which units are kept there.
+
+[Note: L2L] Layer-to-layer execution (Pudipeddi et al., 2002.05645): a slice of parameters stays below the device, and
+`zero.weights.Sliced` brings it for its unit's forward and backward, the next one beside them; so the device holds two
+units and the root, whatever the depth. `offload.host_updates` updates it where it is.
+"""
 
 import warnings
 from collections.abc import Callable, Sequence

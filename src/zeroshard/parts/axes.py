@@ -2,6 +2,9 @@
 
 A rank's coordinates are its place in the group of each axis. Ranks hold the same dense parameters if they are of one
 stage; they work on the same data if they differ in axes alone that are no data axes (tensor parallelism).
+
+[Note: PTD-P] Pipeline, tensor and data parallelism in one mesh (2104.04473, section 3): stages are the outermost axis,
+tensor ranks neighbours, and data ranks what is left of a stage, cut into copies and slices.
 """
 
 import math

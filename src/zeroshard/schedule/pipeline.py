@@ -1,4 +1,9 @@
-"""The lists of all ranks under one schedule, as pure functions of its description."""
+"""The lists of all ranks under one schedule, as pure functions of its description.
+
+[Note: vertical sync] Each microbatch uses one version of the weights on all stages, that of its first forward
+(PipeDream, SOSP 2019, section 3.3): the lists name it in every action, and `pipeline.stage` keeps as many versions as
+there are stages.
+"""
 
 from dataclasses import dataclass, field, replace
 from functools import partial
