@@ -33,7 +33,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -43,6 +43,7 @@ import psutil
 from ranks import LaunchError, answer, circumstances, cpu_seconds, launch
 
 SHAPE = (4096, 256, 64, 4, 4)  # vocabulary, width, tokens, heads, layers: 4.2 million parameters
+TOY = (64, 16, 8, 2, 1)
 PEERS = ("torch.save", "dcp", "dcp-async")
 SUPERVISORS = ("torchrun", "zeroshard run")
 TOLERANCE = 1e-4  # relative, between losses
@@ -72,12 +73,13 @@ class Way:
 class Trial:
     """The engines and their ways to save, on one rank; each engine has a model and a batch of its own, all alike."""
 
-    def __init__(self, precision: str) -> None:
+    def __init__(self, precision: str, shape: Sequence[int]) -> None:
         import torch
 
         import zeroshard as zs
 
         torch.set_num_threads(1)
+        self.shape = shape
         self.precision, self.bf16 = precision, precision == "bf16"
         self.mesh = zs.init_mesh(device="cpu")
         self.ways = [*self._ddp(), *self._fsdp2(), *self._zeroshard(0), *self._zeroshard(3)]
@@ -88,14 +90,14 @@ class Trial:
 
         from zeroshard.train.gpt import GPT, GPTConfig
 
-        vocabulary, width, tokens, heads, layers = SHAPE
+        vocabulary, width, tokens, heads, layers = self.shape
         torch.manual_seed(0)
         return GPT(GPTConfig(vocabulary, tokens, width, heads, layers))
 
     def _batch(self) -> tuple[Any, Any]:
         import torch
 
-        vocabulary, _, tokens, *_ = SHAPE
+        vocabulary, _, tokens, *_ = self.shape
         rows = torch.randint(vocabulary, (1, tokens + 1), generator=torch.Generator().manual_seed(1 + self.mesh.rank))
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
@@ -174,9 +176,9 @@ class Trial:
         return step
 
 
-def measure(precision: str, every: int, pairs: int, folder: Path) -> dict[str, Figures]:
+def measure(precision: str, shape: Sequence[int], every: int, pairs: int, folder: Path) -> dict[str, Figures]:
     """One rank of one launch: for each way medians over pairs of periods, all ways in turns."""
-    trial = Trial(precision)
+    trial = Trial(precision, shape)
     losses: dict[Callable[[], Any], float] = {}  # of the first step of each engine
     for way in trial.ways:
         if way.step not in losses:
@@ -240,7 +242,14 @@ def saves(options: argparse.Namespace, folder: Path) -> list[Figures]:
         rounds: list[dict[str, Figures]] = []
         for _ in range(options.rounds):
             with tempfile.TemporaryDirectory(dir=folder) as place:
-                words = ["--rank", precision, str(options.every), str(options.pairs), place]
+                words = [
+                    "--rank",
+                    precision,
+                    str(options.every),
+                    str(options.pairs),
+                    place,
+                    *(["--toy"] if options.toy else []),
+                ]
                 rounds.append(together(launch(__file__, words, 2, timeout=PATIENCE)))
         medians = {
             way: {name: statistics.median(one[way][name] for one in rounds) for name in first}
@@ -389,6 +398,7 @@ def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help=f"{QUICK}")
+    parser.add_argument("--toy", action="store_true", help="a tiny model, to try the script out")
     parser.add_argument("--only", choices=("saves", "restarts"), help="one of the two parts; by default both")
     parser.add_argument("--rounds", type=int, help=f"launches; by default {FULL['rounds']}")
     parser.add_argument("--pairs", type=int, help=f"pairs of periods in a launch; by default {FULL['pairs']}")
@@ -408,14 +418,15 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     """Launch, print, keep; or be one rank."""
     options = parse()
+    shape = TOY if options.toy else SHAPE
     if options.rank:
         precision, every, pairs, folder = options.rank
-        answer(measure(precision, int(every), int(pairs), Path(folder)))
+        answer(measure(precision, shape, int(every), int(pairs), Path(folder)))
         return 0
     kept = {**circumstances(), "rounds": options.rounds, "pairs": options.pairs, "every": options.every}
     with tempfile.TemporaryDirectory(dir=options.folder) as place:
         folder = Path(place).resolve()
-        kept |= {"filesystem": filesystem(folder), "shape": SHAPE, "job": JOB, "saves": [], "restarts": []}
+        kept |= {"filesystem": filesystem(folder), "shape": shape, "job": JOB, "saves": [], "restarts": []}
         print(f"{kept['cpu']}, {kept['cores']} cores, load {kept['load']:.1f}, on {kept['filesystem']}")
         if options.only != "restarts":
             kept["saves"] = saves(options, folder)

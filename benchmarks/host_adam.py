@@ -143,6 +143,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     gradient, out = torch.randn(n).bfloat16(), torch.empty(n, dtype=torch.bfloat16)
     full, in_fp32 = HostStates(*(torch.rand(n) * 1e-6 for _ in range(3))), torch.randn(n)
     rows = {**our_rows(n, options.threads, gradient, out, full, in_fp32), **peer_rows(n, gradient, out, full, in_fp32)}
+    if options.no_compile:
+        del rows["compile"]
     for row in rows.values():  # builds, compiles, touches pages
         row()
     cpu: dict[str, list[float]] = {name: [] for name in rows}
@@ -179,17 +181,19 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer elements and rounds")
     parser.add_argument("--elements", type=int, help="instead of 33,554,432; 134,217,728 need 6 GB")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, help="turns of each row; by default 25, or 9 with --quick")
+    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile's loop out, slow to build")
     parser.add_argument("--deepspeed-python", help="a Python that has DeepSpeed and the same torch")
     parser.add_argument("--json", help="file for the figures")
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    options.rounds = 9 if options.quick else 25
+    options.rounds = options.rounds or (9 if options.quick else 25)
     options.elements = options.elements or (2**22 if options.quick else 2**25)
     if options.measure:
         answer(measure(options))
         return
     words = ["--measure", "--threads", str(options.threads), "--elements", str(options.elements)]
-    words += ["--quick"] if options.quick else []
+    words += ["--rounds", str(options.rounds), *(["--no-compile"] if options.no_compile else [])]
     python = options.deepspeed_python or sys.executable
     kept = circumstances() | {"vectors": torch_capability()}
     threads = {name: str(options.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}

@@ -39,6 +39,7 @@ WIDTH = 1024
 TIMED = [(2048, 32_064), (512, 128_256)]  # rows, vocabulary
 CHUNKS = (128, 256, 512)
 TRACKED = [(rows, 128_256) for rows in (1024, 4096, 8192, 32_768)]
+QUICK, TOY = (1024, 8016), (64, 96)
 BAR_TIME, BAR_MEMORY = 1.10, 0.02
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -70,10 +71,11 @@ VARIANTS: dict[str, Loss] = {
 
 
 def inputs(rows: int, vocabulary: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states, a weight, labels."""
+    """Hidden states, a weight, labels; narrow ones where there are few tokens to tell apart."""
     torch.manual_seed(0)
-    hidden = torch.randn(rows, WIDTH, dtype=dtype).requires_grad_()
-    weight = torch.randn(vocabulary, WIDTH, dtype=dtype).mul_(0.02).requires_grad_()
+    width = min(WIDTH, vocabulary)
+    hidden = torch.randn(rows, width, dtype=dtype).requires_grad_()
+    weight = torch.randn(vocabulary, width, dtype=dtype).mul_(0.02).requires_grad_()
     return hidden, weight, torch.randint(vocabulary, (rows,))
 
 
@@ -133,6 +135,7 @@ def profiled(rows: int, vocabulary: int, name: str) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a small size only")
+    parser.add_argument("--toy", action="store_true", help="a tiny size only, to try the script out")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
@@ -141,7 +144,9 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     order = random.Random(options.seed)
     result: dict[str, Any] = {**circumstances(), "threads": options.threads, "width": WIDTH}
-    logits = [rows * vocabulary * 4 for rows, vocabulary in TRACKED]
+    tracks = [(1024, 4096)] if options.toy else TRACKED
+    times = [TOY] if options.toy else [QUICK] if options.quick else TIMED
+    logits = [rows * vocabulary * 4 for rows, vocabulary in tracks]
     names = ("plain", "default", *map(str, CHUNKS))
     result["peaks"] = [
         {
@@ -151,25 +156,25 @@ def main() -> None:
             "bytes": {name: tracked(rows, vocabulary, name) for name in names},
             "bytes_bf16": {name: tracked(rows, vocabulary, name, torch.bfloat16) for name in names},
         }
-        for (rows, vocabulary), whole in zip(TRACKED, logits, strict=True)
+        for (rows, vocabulary), whole in zip(tracks, logits, strict=True)
     ]
     for row in result["peaks"]:
         shares = ", ".join(f"{name} {nbytes / row['logits']:.2%}" for name, nbytes in row["bytes"].items())
         print(
             f"{row['rows']:,} x {row['vocabulary']:,}: peak by logits ({row['logits']:,} bytes): {shares}", flush=True
         )
-    rows, vocabulary = (1024, 8016) if options.quick else TIMED[0]
+    rows, vocabulary = times[0]
     result["profiled"] = {"rows": rows, "vocabulary": vocabulary, "logits": 4 * rows * vocabulary}
     result["profiled"]["bytes"] = {name: profiled(rows, vocabulary, name) for name in VARIANTS}
     print(f"{rows:,} x {vocabulary:,}, profiled: {result['profiled']['bytes']}", flush=True)
     result["times"] = []
-    for rows, vocabulary in [(1024, 8016)] if options.quick else TIMED:
-        found = timed(rows, vocabulary, options.rounds if vocabulary == TIMED[0][1] else min(options.rounds, 3), order)
+    for rows, vocabulary in times:
+        found = timed(rows, vocabulary, options.rounds if vocabulary != TIMED[1][1] else min(options.rounds, 3), order)
         result["times"].append(found)
         print(f"{rows:,} x {vocabulary:,}, gradients differ by {found['difference']:.1e} of the largest")
         for name, row in found["variants"].items():
             print(f"  {name:8} {row['cpu_seconds']:8.3f} s  {row['ratio']:.3f} {row['quartiles']}", flush=True)
-    share = next(row["bytes"]["128"] / row["logits"] for row in result["peaks"] if row["rows"] == 8192)
+    share = next(row["bytes"]["128"] / row["logits"] for row in result["peaks"] if row["rows"] == 8192 or options.toy)
     ratios = [found["variants"]["default"]["ratio"] for found in result["times"]]
     result["bars"] = {
         "time": {"found": ratios, "most": BAR_TIME, "reached": max(ratios) <= BAR_TIME},

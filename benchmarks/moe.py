@@ -373,6 +373,9 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
         for experts, k in ((8, 1), (8, 2), (64, 1), (64, 2)):
             yield Case(experts, k, tokens=16384, width=2048, hidden=8192, dtype=torch.bfloat16, device="cuda")
         return
+    if options.toy:
+        yield Case(4, 2, tokens=64, width=16, hidden=32, dtype=dtype)
+        return
     if options.quick:
         yield Case(8, 2, tokens=1024, width=128, hidden=512, dtype=dtype)
         return
@@ -384,6 +387,7 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one small case")
+    parser.add_argument("--toy", action="store_true", help="one tiny case, to try the script out")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])

@@ -17,6 +17,7 @@ Peers that are not installed are left out. To add them without their dependencie
 """
 
 import argparse
+import dataclasses
 import json
 import random
 import statistics
@@ -40,7 +41,7 @@ from zeroshard.optim.newton_schulz import QUINTIC, symmetric_product
 from zeroshard.optim.tensor_optimizer import Fused
 from zeroshard.train.gpt import GPT, GPTConfig
 
-WIDTH, VOCABULARY = 256, 8192
+WIDTH = 256
 BLOCK = [(3 * WIDTH, WIDTH), (WIDTH, WIDTH), (4 * WIDTH, WIDTH), (WIDTH, 4 * WIDTH), (WIDTH,), (WIDTH,)]
 BARS = {"Adafactor": 1.1, "Muon": 1.2, "products": 1.1}
 
@@ -134,12 +135,13 @@ def interleaved(
     return seconds
 
 
-def updates(layers: int, rounds: int, order: random.Random) -> list[dict[str, Any]]:
+def updates(layers: int, width: int, rounds: int, order: random.Random) -> list[dict[str, Any]]:
     """One step of every optimizer over the shapes of a GPT, its embedding included."""
     made: dict[str, torch.optim.Optimizer] = {}
     for name, make in {**peers(), **OURS}.items():
         torch.manual_seed(0)
-        parameters = [nn.Parameter(torch.randn(s) * 0.02) for s in [(VOCABULARY // 4, WIDTH), *BLOCK * layers]]
+        block = [tuple(side * width // WIDTH for side in shape) for shape in BLOCK]
+        parameters = [nn.Parameter(torch.randn(s) * 0.02) for s in [(8 * width, width), *block * layers]]
         for parameter in parameters:
             parameter.grad = torch.randn_like(parameter) * 1e-3
         try:
@@ -288,6 +290,7 @@ def muon(shape: tuple[int, int], rounds: int, order: random.Random) -> dict[str,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few rounds and small sizes")
+    parser.add_argument("--toy", action="store_true", help="tiny sizes, to try the script out")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
@@ -297,24 +300,26 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     torch.set_flush_denormal(True)
     torch.compiler.set_stance("force_eager")
-    order, rounds = random.Random(options.seed), 3 if options.quick else options.rounds
+    few = options.quick or options.toy
+    order, rounds = random.Random(options.seed), 3 if few else options.rounds
     result: dict[str, Any] = {**circumstances(), "threads": options.threads, "rounds": rounds}
     print("updates", flush=True)
-    result["updates"] = updates(1 if options.quick else 4, rounds, order)
+    width = 16 if options.toy else WIDTH
+    result["updates"] = updates(1 if few else 4, width, rounds, order)
     print("training", flush=True)
-    small = GPTConfig(vocabulary=VOCABULARY // 4, context=256, width=256, heads=4, layers=2)
+    small = GPTConfig(vocabulary=8 * width, context=width, width=width, heads=4, layers=2)
     result["training"] = [
         training(small, tokens, {"Adafactor": optim.Adafactor, "SM3": optim.SM3}, rounds, order)
-        for tokens in (256, 1024)
+        for tokens in (width, 4 * width)
     ]
-    layers = GPTConfig(vocabulary=256, context=256, width=256, heads=4, layers=2)
-    tokens = 2048 if options.quick else 32 * layers.width
+    layers = dataclasses.replace(small, vocabulary=256)
+    tokens = (8 if few else 32) * width
     result["training"].append(training(layers, tokens, {"Muon": optim.Muon}, rounds, order))
     print("adafactor", flush=True)
-    large = [(256, 256)] if options.quick else [(256, 1024), (4096, 4096), (50257, 768), (4096, 8192)]
+    large = [(width, width)] if few else [(256, 1024), (4096, 4096), (50257, 768), (4096, 8192)]
     result["adafactor"] = [adafactor(shape, rounds, order) for shape in large]
     print("muon", flush=True)
-    shapes = [(256, 1024)] if options.quick else [(256, 256), (256, 1024), (512, 512), (2048, 512)]
+    shapes = [(width, 4 * width)] if few else [(256, 256), (256, 1024), (512, 512), (2048, 512)]
     result["muon"] = [muon(shape, rounds, order) for shape in shapes]
     found = {
         "Adafactor": [row["steps"]["Adafactor"]["ratio"] for row in result["training"][:-1]],

@@ -169,13 +169,13 @@ JUDGES: dict[str, Callable[[Sequence[LayerCost], Partition, float], float]] = {
 NAMES = ("simulated", *OBJECTIVES)
 
 
-def cases() -> list[dict[str, object]]:
-    """Every model on all machines: the splits, and the time of each under all models of time, over the best there."""
+def cases(models: Sequence[str], machines: Sequence[int]) -> list[dict[str, object]]:
+    """Models on machines of so many devices: splits, and the time of each by all models of time, over the best."""
     rows: list[dict[str, object]] = []
-    for name, make in MODELS.items():
+    for name in models:
         for gpu, rate in RATES.items():
-            layers = make(rate)
-            for devices in DEVICES:
+            layers = MODELS[name](rate)
+            for devices in machines:
                 for gbps in LINKS:
                     cluster = Cluster.flat(devices, gbps * GBIT)
                     splits = {objective: partition(layers, cluster, objective) for objective in OBJECTIVES}
@@ -191,11 +191,13 @@ def cases() -> list[dict[str, object]]:
 def main() -> None:
     """Print for each model the worst and the median of every objective under every model of time."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--devices", nargs="+", type=int, default=list(DEVICES))
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    rows = cases()
+    rows = cases(arguments.models, arguments.devices)
     print(f"{'model':12} {'under':20} " + " ".join(f"{o + ' worst, median':>24}" for o in NAMES))
-    for name in (*MODELS, "all"):
+    for name in (*arguments.models, "all"):
         chosen = [row for row in rows if name in (row["model"], "all")]
         for judge in JUDGES:
             cells = []

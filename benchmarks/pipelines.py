@@ -14,19 +14,17 @@ import json
 import os
 import platform
 import statistics
-import subprocess
-import sys
 import time
 from functools import partial
 from typing import Any
 
-from ranks import circumstances, cpu_seconds
+from ranks import answer, circumstances, cpu_seconds, launch
 
 SCHEDULES = ("gpipe", "1f1b")
 
 
 def measure(engine_name: str, schedule: str, arguments: argparse.Namespace) -> None:
-    """One rank of one launch; the rank with the loss prints a JSON line."""
+    """One rank of one launch; the last one has the loss."""
     import torch
     from torch import nn
 
@@ -55,9 +53,8 @@ def measure(engine_name: str, schedule: str, arguments: argparse.Namespace) -> N
     figures = {"step_s": statistics.median(walls), "cpu_s": statistics.median(cpus), "loss": loss}
     if engine_name == "ours":
         figures |= _forecast(step)
-    if mesh.rank == mesh.ranks - 1:
-        print(json.dumps(figures), flush=True)
     torch.distributed.barrier()
+    answer(figures)
 
 
 def _ours(model: Any, make: Any, mesh: Any, batch: Any, schedule: str, arguments: argparse.Namespace) -> Any:
@@ -150,24 +147,17 @@ def _torchs(model: Any, make: Any, mesh: Any, batch: Any, schedule: str, argumen
     return step
 
 
-def launch(engine_name: str, schedule: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """One process per stage."""
-    count = ["--nproc-per-node", str(arguments.stages)]
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", *count, __file__]
+def take(engine_name: str, schedule: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """One process per stage; the figures of the last, which has the loss."""
     words = ["--engine", engine_name, "--schedule", schedule]
     for name in ("steps", "microbatches", "rows", "tokens", "width", "layers"):
         words += [f"--{name}", str(getattr(arguments, name))]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*start, *words], env=env, capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(done.stderr[-3000:])
-    row: dict[str, Any] = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
-    return row
+    return launch(__file__, words, arguments.stages)[-1]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    defaults = {"rounds": 5, "steps": 12, "pipeline_parallel": 2, "microbatches": 8}
+    defaults = {"rounds": 5, "steps": 12, "stages": 2, "microbatches": 8}
     defaults |= {"rows": 1, "tokens": 256, "width": 256, "layers": 8}
     for name, value in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=value)
@@ -181,11 +171,11 @@ def main() -> None:
     print(f"{platform.machine()}, {os.cpu_count()} cores, {arguments.stages} ranks, {arguments.rounds} rounds")
     rows = []
     turns = [(engine, schedule) for schedule in SCHEDULES for engine in ("ours", "torch")]
-    rounds = [{turn: launch(*turn, arguments) for turn in turns} for _ in range(arguments.rounds)]
+    rounds = [{turn: take(*turn, arguments) for turn in turns} for _ in range(arguments.rounds)]
     for schedule in SCHEDULES:
         losses = {round_[engine, schedule]["loss"] for round_ in rounds for engine in ("ours", "torch")}
         assert max(losses) - min(losses) < 1e-4 * max(losses), losses
-        medians: dict[str, Any] = {"pipeline_parallel.schedule": schedule}
+        medians: dict[str, Any] = {"schedule": schedule}
         for engine in ("ours", "torch"):
             for key in rounds[0][engine, schedule]:
                 medians[f"{engine}_{key}"] = statistics.median(round_[engine, schedule][key] for round_ in rounds)

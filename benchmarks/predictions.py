@@ -21,6 +21,7 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ MODELS = {  # vocabulary, context, width, heads, layers
     "deep": (256, 128, 128, 2, 12),
     "tall": (8192, 64, 128, 2, 4),
 }
+TOY = dict.fromkeys(MODELS, (16, 4, 8, 2, 4))
 CUT = {"pipeline_parallel": 2, "microbatches": 8, "pipeline_parallel.balance": "parameters"}
 PLANS: list[tuple[str, dict[str, Any]]] = [
     ("wide", {"zero": 0, "transport": "network"}),
@@ -80,7 +82,7 @@ POLICIES: list[tuple[str, dict[str, Any]]] = [
 ROWS = 8  # of one data rank
 
 
-def task_of(shape: tuple[int, int, int, int, int], rows: int, optimizer: str = "fused") -> Any:
+def task_of(shape: Sequence[int], rows: int, optimizer: str = "fused") -> Any:
     """The job of one model."""
     import torch
 
@@ -114,7 +116,7 @@ def engine_of(task: Any, plan: Any, mesh: Any, rows: int) -> tuple[Any, Any]:
     return Engine(model, task.optimizer_of(model), plan, mesh=mesh, example=example), task.batch(rows)
 
 
-def rank_of_times(plans: list[tuple[str, dict[str, Any]]], steps: int) -> None:
+def rank_of_times(plans: list[tuple[Sequence[int], dict[str, Any]]], steps: int) -> None:
     """One rank of a launch: the median CPU and wall seconds of a step under each plan."""
     import torch
 
@@ -123,8 +125,8 @@ def rank_of_times(plans: list[tuple[str, dict[str, Any]]], steps: int) -> None:
 
     torch.set_num_threads(1)
     mesh, found = init_mesh(device="cpu"), []
-    for model, given in plans:
-        engine, batch = engine_of(task_of(MODELS[model], ROWS), Plan.from_dict(given), mesh, ROWS)
+    for shape, given in plans:
+        engine, batch = engine_of(task_of(shape, ROWS), Plan.from_dict(given), mesh, ROWS)
         cpus, walls = [], []
         for number in range(steps + 3):
             cpu, wall = cpu_seconds(), time.perf_counter()
@@ -146,21 +148,24 @@ def times(arguments: argparse.Namespace, plans: list[tuple[str, dict[str, Any]]]
     from zeroshard.doctor.measure import Effort, measure
     from zeroshard.plan import Plan
     from zeroshard.planner.predict.timed import predict_timed
+    from zeroshard.planner.search.this_machine import local_machines
 
     torch.set_num_threads(1)
     measured: list[list[float]] = [[] for _ in plans]
     walls: list[list[float]] = [[] for _ in plans]
     foretold: list[list[float]] = [[] for _ in plans]
-    profile = measure(Effort(), gather_facts(os.environ, Path(".")), threads=1)
+    profile = None if arguments.toy else measure(Effort(), gather_facts(os.environ, Path(".")), threads=1)
+    models = TOY if arguments.toy else MODELS
     for number in range(arguments.rounds):
         for place, (model, given) in enumerate(plans):
             plan = Plan.from_dict(given)
             transport: Any = "shared" if given.get("transport") == "shared" else "network"
-            machines = profile.machines(RANKS, transport, "cpu")
-            with busy_cpus(RANKS - 1):
-                prediction = predict_timed(task_of(MODELS[model], ROWS * RANKS), plan, machines, ROWS, threads=1)
+            machines = profile.machines(RANKS, transport, "cpu") if profile else local_machines(RANKS, "cpu")
+            with busy_cpus(0 if arguments.toy else RANKS - 1):
+                prediction = predict_timed(task_of(models[model], ROWS * RANKS), plan, machines, ROWS, threads=1)
             foretold[place].append(prediction.seconds - prediction.causes.get("bubble", 0.0))
-            ranks = launch(__file__, ["--times-rank", json.dumps([[plans[place]], arguments.steps])], RANKS)
+            words = ["--times-rank", json.dumps([[(models[model], given)], arguments.steps])]
+            ranks = launch(__file__, words, RANKS)
             measured[place].append(max(rank["found"][0][0] for rank in ranks))
             walls[place].append(max(rank["found"][0][1] for rank in ranks))
             says = f"{foretold[place][-1]:.4f} s foretold, {measured[place][-1]:.4f} s taken"
@@ -188,7 +193,7 @@ def _tau(rows: list[dict[str, Any]]) -> float:
     """Kendall's rank correlation of predicted and measured times."""
     pairs = [(a, b) for place, a in enumerate(rows) for b in rows[:place]]
     signs = [math.copysign(1, (a["cpu_s"] - b["cpu_s"]) * (a["foretold_s"] - b["foretold_s"])) for a, b in pairs]
-    return sum(signs) / len(signs)
+    return sum(signs) / len(signs) if signs else math.nan
 
 
 def drawn(seed: int) -> tuple[tuple[int, int, int, int, int], dict[str, Any], str, int, float]:
@@ -281,6 +286,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=9)
     parser.add_argument("--plans", type=int, default=200)
+    parser.add_argument("--toy", action="store_true", help="tiny models and assumed rates, to try the script out")
+    parser.add_argument("--first", type=int, help="only so many of the plans that are timed")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--times-rank", type=json.loads)
     parser.add_argument("--fits-rank", type=json.loads)
@@ -293,7 +300,11 @@ def main() -> None:
         return
     content: dict[str, Any] = {"circumstances": circumstances()}
     for part in arguments.part or ("times", "policies", "fits"):
-        content[part] = fits(arguments) if part == "fits" else times(arguments, PLANS if part == "times" else POLICIES)
+        content[part] = (
+            fits(arguments)
+            if part == "fits"
+            else times(arguments, (PLANS if part == "times" else POLICIES)[: arguments.first])
+        )
         if part == "times":
             content[part]["summary"] |= choice(content[part]["rows"])
         if part != "fits":

@@ -76,8 +76,8 @@ def within(config: GPTConfig, tokens: Tensor, budget: int, states: int) -> zs.En
     return None
 
 
-def compare(config: GPTConfig, tokens: Tensor, steps: int) -> list[dict[str, Any]]:
-    """At each budget, seconds of both, and the ratio of neighbouring steps."""
+def compare(config: GPTConfig, tokens: Tensor, steps: int, budgets: int) -> list[dict[str, Any]]:
+    """At each of so many budgets, seconds of both, and the ratio of neighbouring steps."""
     makers = ways_of_torch(config)
     known: dict[str, tuple[float, int]] = {}
     for name, make in makers.items():
@@ -89,8 +89,8 @@ def compare(config: GPTConfig, tokens: Tensor, steps: int) -> list[dict[str, Any
         states = sum(engine.ledger.snapshot().values())
     low, high = min(nbytes for _, nbytes in known.values()), known["off"][1]
     rows = []
-    for number in range(1, 6):
-        budget = low + (high - low) * number // 6
+    for number in range(1, budgets + 1):
+        budget = low + (high - low) * number // (budgets + 1)
         fitting = sorted((seconds, name) for name, (seconds, nbytes) in known.items() if nbytes <= budget)
         ours = within(config, tokens, budget, states)
         if ours is None:
@@ -128,12 +128,13 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--steps", type=int, default=21)
+    parser.add_argument("--budgets", type=int, default=5, help="evenly between the smallest peak and the largest")
     parser.add_argument("--json", type=Path, help="file for the tables")
     options = parser.parse_args()
     torch.set_num_threads(1)
     config = GPTConfig(256, options.context, options.width, 4, options.layers, options.dropout)
     tokens = torch.randint(256, (options.rows, options.context + 1), generator=torch.Generator().manual_seed(0))
-    rows = compare(config, tokens, options.steps)
+    rows = compare(config, tokens, options.steps, options.budgets)
     mean = math.exp(statistics.fmean(math.log(row["ratio"]) for row in rows))
     print(f"geometric mean of the ratios: {mean:.3f}")
     if options.json:

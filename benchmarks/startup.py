@@ -155,6 +155,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--size", default="25M", help="of the scripts' model")
+    parser.add_argument("--scripts", nargs="+", choices=SCRIPTS, default=list(SCRIPTS), help="beside ddp")
     parser.add_argument("--model", default="tiny", help="of the commands")
     parser.add_argument("--part", choices=("scripts", "commands"), help="only one of the two")
     parser.add_argument("--out", help="keep the figures under this name")
@@ -162,7 +163,7 @@ def main() -> None:
     options.timeout = 600.0
     kept: dict[str, Any] = {**circumstances(), "pairs": options.pairs, "size": options.size, "model": options.model}
     if options.part != "commands":
-        launches = {name: partial(script, name, options) for name in ("ddp", *SCRIPTS)}
+        launches = {name: partial(script, name, options) for name in ("ddp", *options.scripts)}
         kept["scripts"] = judge(rounds(launches, options.pairs), "ddp")
         print(table(f"scripts, {options.size}: / ddp", kept["scripts"]), flush=True)
     if options.part != "scripts":

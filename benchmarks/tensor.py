@@ -287,11 +287,12 @@ def take_turns(ranks: int, shape: Sequence[int], rounds: int, kinds: Sequence[st
     return {"seconds": seconds, "losses": losses}
 
 
-def measure(ranks: int, rounds: int, shapes: Sequence[str]) -> dict[str, Any]:
+def measure(ranks: int, rounds: int, shapes: Sequence[str], kinds: Sequence[str]) -> dict[str, Any]:
     """One launch for each shape."""
     rows: dict[str, Any] = {}
     for name in shapes:
-        answers = launch(__file__, ["--worker", name, "--rounds", str(rounds), "--ranks", str(ranks)], ranks)
+        words = ["--worker", name, "--rounds", str(rounds), "--ranks", str(ranks), "--kinds", *kinds]
+        answers = launch(__file__, words, ranks)
         reference = answers[0]["losses"]["single"]
         row: dict[str, Any] = {}
         for kind in answers[0]["seconds"]:
@@ -326,14 +327,20 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=8, help="turns of each engine")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    words = f"of {', '.join(KINDS)}; the first three and dtensor are needed"
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND", help=words)
     parser.add_argument("--worker", choices=SHAPES, help=argparse.SUPPRESS)
     parser.add_argument("--json", nargs="?", const="", metavar="FILE", help="keep figures there, and a table beside")
     options = parser.parse_args()
     if options.worker:
-        kinds = [kind for kind in KINDS if kind != "megatron" or find_spec("megatron")]
+        kinds = [kind for kind in options.kinds if kind != "megatron" or find_spec("megatron")]
         answer(take_turns(options.ranks, SHAPES[options.worker], options.rounds, kinds))
         return 0
-    kept = {**circumstances(), "ranks": options.ranks, "rows": measure(options.ranks, options.rounds, options.shapes)}
+    kept = {
+        **circumstances(),
+        "ranks": options.ranks,
+        "rows": measure(options.ranks, options.rounds, options.shapes, options.kinds),
+    }
     if options.json is not None:
         path = Path(options.json or RESULTS / f"tensor-{datetime.now(UTC):%Y-%m-%d}.json")
         path.write_text(json.dumps(kept, indent=1) + "\n")

@@ -9,6 +9,7 @@ LONGEST = (
     "engine/test_random_plans.py",
     "engine/test_pipelines.py",
     "cli/test_main.py",
+    "test_scripts.py",
     "test_examples.py",
     "engine/test_splits_with_stages.py",
     "supervisor/test_supervisor.py",

@@ -42,17 +42,6 @@ def test_asynchronous() -> None:
     assert "over 250 updates" in output
 
 
-@pytest.mark.whole
-def test_unmodified_hugging_face_gpt2() -> None:
-    pytest.importorskip("transformers")
-    losses = [
-        float(line.split("loss ")[1].split(",")[0])
-        for line in run_job(EXAMPLES / "huggingface_gpt2.py").splitlines()
-        if "loss " in line
-    ]
-    assert losses[-1] < losses[0] < 5.5
-
-
 def test_lightning_strategy() -> None:
     pytest.importorskip("lightning")
     output = run_job(EXAMPLES / "lightning_strategy.py", **TORCHRUN)
