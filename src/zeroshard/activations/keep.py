@@ -8,7 +8,7 @@ from zeroshard.errors import OffloadError
 
 
 class Kept:
-    """A saved tensor that stays where it is; detached, because a graph that holds its own output is never freed.
+    """A saved tensor that stays where it is; one of a graph detached, or the graph would hold itself for ever.
 
     Attributes:
         counted: what strikes it out of a count when this is gone, if there is one.
@@ -17,7 +17,7 @@ class Kept:
     __slots__ = ("counted", "saved", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.saved, self.version = tensor.detach(), tensor._version
+        self.saved, self.version = tensor.detach() if tensor.requires_grad else tensor, tensor._version
         self.counted: object = None
 
     def tensor(self) -> torch.Tensor:

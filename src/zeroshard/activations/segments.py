@@ -76,14 +76,16 @@ class _KeptBack:
         if self.place is not None and self.place.held is not None:
             self.saved, self.unpack = self.place, PlacedCheckpoint.tensor
         elif hooks:
-            self.saved = hooks[0](tensor if isinstance(tensor, nn.Parameter) else tensor.detach())
+            is_itself = isinstance(tensor, nn.Parameter) or not tensor.requires_grad
+            self.saved = hooks[0](tensor if is_itself else tensor.detach())
             self.unpack = hooks[1]
         else:
             self.saved, self.unpack = Kept(tensor), Kept.tensor
 
     def tensor(self) -> Tensor:
-        """The tensor again, cut off from its graph."""
-        return self.unpack(self.saved).detach()
+        """The tensor again, cut off from its graph; one that had none is itself."""
+        tensor = self.unpack(self.saved)
+        return tensor.detach() if self.requires_grad or tensor.requires_grad else tensor
 
 
 class _KeptPart(_KeptBack):
@@ -238,16 +240,17 @@ class Region:
         return [(each.region, each.storage) for each in self._arguments if isinstance(each, _Linked)]
 
     def arguments(self, made: Made) -> Any:
-        """What the block takes, with what earlier regions of the segment `made`."""
-        leaves = []
+        """What the block takes, with what earlier regions of the segment `made`; what was one tensor is one again."""
+        again: dict[int, Any] = {}
         for each in self._arguments:
-            if isinstance(each, _KeptBack):
-                leaves.append(each.tensor().requires_grad_(each.requires_grad))
-            elif isinstance(each, _Linked):
-                leaves.append(made(each.region, each.leaf).detach().requires_grad_(each.requires_grad))
+            if id(each) in again:
+                continue
+            if isinstance(each, (_KeptBack, _Linked)):
+                tensor = each.tensor() if isinstance(each, _KeptBack) else made(each.region, each.leaf).detach()
+                again[id(each)] = tensor.requires_grad_() if each.requires_grad else tensor
             else:
-                leaves.append(each)
-        return tree_unflatten(leaves, self._spec)
+                again[id(each)] = each
+        return tree_unflatten([again[id(each)] for each in self._arguments], self._spec)
 
     def compute(self, around: Surroundings, made: Made, whole: bool, fill: bool = True) -> list[Any]:
         """Compute the forward again, fill the slots, and return the leaves of its output.

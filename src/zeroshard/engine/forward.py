@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from zeroshard.activations.checkpoint_inputs import HooksOfForward
 from zeroshard.activations.counts import CountedTensor, Stored
 from zeroshard.activations.keep import Kept
 from zeroshard.checks.model_checks import refuse_renormalising
@@ -155,7 +156,7 @@ class Forward:
         if self._counts or self.saver.moves:
             self._known = {place_of(buffer) for part in self._parts.all for buffer in part.versions.buffers}
         if torch.is_grad_enabled() and (self._homes or self._counts or self.saver.moves):
-            hooks = saved_tensors_hooks(*self.hooks)
+            hooks = HooksOfForward(*self.hooks)
             hooks.__enter__()
         self._open.append((hooks, begins, began))
         cast = self._precision.cast_inputs
