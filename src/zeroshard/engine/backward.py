@@ -142,10 +142,17 @@ class Backward:
         """Enter a discard into the checksum that the ranks compare before an update."""
         self._comm.digests["reduce"] = zlib.crc32(label.encode(), self._comm.digests["reduce"])
 
-    def inputs_done(self, unit: int) -> None:
-        """The gradients of a unit's inputs are there: nothing in this backward reads its weights again."""
+    def enter(self, unit: int) -> None:
+        """Gather a unit, of which the backward of a call begins; reduce those that are complete."""
+        self.begin()
+        self._gatherer.need(unit, enters=True)
+        self._launch()
+
+    def leave(self) -> None:
+        """Free and reduce the units that this backward has passed."""
         if self._active:
-            self._gatherer.done(unit)
+            self._gatherer.done()
+            self._launch()
 
     def forget_interrupted(self) -> None:
         """Clear up after a backward that ended in an exception."""
@@ -192,6 +199,10 @@ class Backward:
         everything = self.expected.everything_came(unit)
         if everything and self._only_trainable[unit]:
             self._gatherer.done(unit)
+        self._launch()
+
+    def _launch(self) -> None:
+        """Reduce the units whose turn it is, as far as they are complete."""
         if self.reduces:
             self.reductions.launch(self.expected.complete)
 

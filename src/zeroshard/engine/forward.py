@@ -117,16 +117,14 @@ class Forward:
         if not self._homes:
             return
         root = self._parts.units[self._root].module
-        for unit, parts in zip(self._parts.units, self._parts.of_units, strict=True):
+        for unit in self._parts.units:
             watch = _Watch(self, self._gatherer, self._backward, unit.number)
             for owner in unit.owners:
                 if owner is not root and owner is not unit.module:
                     owner.register_forward_pre_hook(Hook(watch.before_owner), prepend=True)
             if unit.number != self._root:
-                unit.module.register_forward_pre_hook(outside(watch.before), prepend=True)
+                unit.module.register_forward_pre_hook(outside(watch.before), prepend=True, with_kwargs=True)
                 unit.module.register_forward_hook(outside(watch.after), with_kwargs=True, always_call=True)
-                if any(not part.flat.trainable for part in parts):
-                    unit.module.register_forward_pre_hook(outside(watch.inputs), with_kwargs=True)
 
     def _watch_updates(self) -> None:
         """Wait for each unit's new weights before its use; for the root's when the model is entered."""
@@ -261,9 +259,11 @@ class _Watch:
     def __init__(self, forward: Forward, gatherer: Gatherer, backward: Backward, unit: int) -> None:
         self.forward, self.gatherer, self.backward, self.unit = forward, gatherer, backward, unit
 
-    def before(self, module: nn.Module, args: Any) -> None:
-        """Gather the unit before its forward."""
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Gather the unit before its forward, and free it once the backward has come to its inputs."""
         self.forward.need(self.unit)
+        if torch.is_grad_enabled() and not self.gatherer.inside(PassKind.BACKWARD):
+            listen((args, kwargs), self._leave, first=True)
 
     def before_owner(self, module: nn.Module, args: Any) -> None:
         """Gather it before the forward of a module that holds one of its parameters."""
@@ -282,14 +282,8 @@ class _Watch:
         listen(output, self._again, besides=(args, kwargs))
         return output
 
-    def inputs(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Free it, if parts are frozen, once the gradients of its inputs are there: its own may come before that."""
-        if torch.is_grad_enabled():
-            listen((args, kwargs), self._done, first=True)
-
     def _again(self, gradient: torch.Tensor) -> None:
-        self.backward.begin()
-        self.gatherer.need(self.unit)
+        self.backward.enter(self.unit)
 
-    def _done(self, gradient: torch.Tensor) -> None:
-        self.backward.inputs_done(self.unit)
+    def _leave(self, gradient: torch.Tensor) -> None:
+        self.backward.leave()

@@ -75,14 +75,14 @@ def _call(hooks: Any, key: int, gradient: torch.Tensor) -> torch.Tensor | None:
 def listen(tree: Any, hook: Callable[[torch.Tensor], None], first: bool = False, besides: Any = ()) -> None:
     """Call `hook` in the backward with the gradients of all tensors in `tree`, or of the first alone.
 
-    Parameters are skipped: they live on, and would get one more hook in every step.
+    Leaves, such as parameters, are skipped: they live on, and would get one more hook in every step.
 
     Args:
         besides: tensors that are skipped, too.
     """
     skipped = {id(tensor) for tensor in tensors_in(besides)}
     for tensor in tensors_in(tree):
-        if tensor.requires_grad and not isinstance(tensor, nn.Parameter) and id(tensor) not in skipped:
+        if not tensor.is_leaf and id(tensor) not in skipped:
             tensor.register_hook(hook)
             if first:
                 return

@@ -9,6 +9,7 @@ then on; the backward of that forward begins with such units in the reverse orde
 the list of a backward is an error: the others update by then.
 """
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -18,8 +19,10 @@ from zeroshard.parts.weights import Residence, Weights
 from zeroshard.schedule import Schedule, with_gathers
 from zeroshard.units import Unit
 from zeroshard.zero.gatherer import Gatherer, PassKind
+from zeroshard.zero.nodes import LATEST, PlaceInGraph, first_node
 
 DETOUR, WORD = "unit", 32  # the first word of one who wants a unit off the list; characters of a rank's words
+CALLS = 64  # forwards of a unit that are remembered for their backwards
 
 
 class GatherOrder:
@@ -33,10 +36,11 @@ class GatherOrder:
 
 
 class Pass:
-    """One walk under way: its place in the order, and the units that this rank used."""
+    """One walk under way: its place in the order and in the graph, and the units that this rank used."""
 
     def __init__(self, kind: PassKind, order: GatherOrder) -> None:
         self.kind = kind
+        self.place = PlaceInGraph() if kind is PassKind.BACKWARD else None
         self.order = order
         self.cursor = 0  # entries of the order that are done
         self.started = 0  # entries whose gather was started
@@ -61,7 +65,8 @@ class ByPass(Gatherer):
         self._passes: list[Pass] = []
         self._begun = 0
         self._pins = 0  # contexts under way that keep all units gathered
-        self._in_use: set[int] = set()  # units that this rank needed and is not done with
+        self._in_use: dict[int, int] = {}  # units that this rank needed and is not done with, until which node
+        self._calls = [deque[int](maxlen=CALLS) for _ in units]  # first nodes of their forwards since a backward
         self._wanted: dict[PassKind, list[int]] = {}  # units for the lists of passes to come
         self._detours: list[int] = []  # units that single ranks wanted in the forwards since the last backward
         self._ended: PassKind | None = None  # the kind of the last pass
@@ -94,6 +99,9 @@ class ByPass(Gatherer):
             order = GatherOrder([*head, *reversed(self._detours), *order.units[len(head) :]], settled=True)
         elif self._ended is PassKind.BACKWARD:
             self._detours.clear()
+        if kind is PassKind.FORWARD and self._ended is PassKind.BACKWARD:
+            for calls in self._calls:
+                calls.clear()
         self._ended = kind
         self._passes.append(Pass(kind, order))
 
@@ -118,12 +126,16 @@ class ByPass(Gatherer):
         self._passes.clear()
         self.free_all()
 
-    def need(self, number: int) -> None:
-        """Gather unit `number` before this returns; start to fetch the one after it."""
+    def need(self, number: int, enters: bool = False) -> None:
+        """Gather unit `number` before this returns; start to fetch the one after it, once those passed are free."""
         shards = self._shards[number]
-        self._in_use.add(number)
-        if all(shard.residence is Residence.GATHERED for shard in shards):
+        present = all(shard.residence is Residence.GATHERED for shard in shards)
+        if present and number in self._in_use and not enters:
             return
+        self._use(number)
+        if present:
+            return
+        self.done()
         walk = self._passes[-1] if self._passes else None
         place = _find(walk.order.units, number, walk.cursor) if walk else None
         if walk is not None:
@@ -141,9 +153,15 @@ class ByPass(Gatherer):
         for shard in shards:
             shard.finish_gather()
 
-    def done(self, number: int) -> None:
-        """Free unit `number`, unless its next gather is already under way."""
-        self._in_use.discard(number)
+    def done(self, number: int | None = None) -> None:
+        """Free unit `number`, unless its next gather is already under way; by default those that a backward passed."""
+        if number is None:
+            place = self._passes[-1].place if self._passes else None
+            node = place.node if place is not None else LATEST
+            for passed in [unit for unit, first in self._in_use.items() if first > node]:
+                self.done(passed)
+            return
+        self._in_use.pop(number, None)
         if self._pins:
             return
         for shard in self._shards[number]:
@@ -214,6 +232,18 @@ class ByPass(Gatherer):
         """Free what `_pin` gathered."""
         self._pins -= 1
         self.free_all()
+
+    def _use(self, number: int) -> None:
+        """Enter a unit among those in use, in a backward with the first node of the call that it has come to."""
+        walk, first = self._passes[-1] if self._passes else None, 0
+        if walk is not None and number != len(self._units) - 1:
+            calls = self._calls[number]
+            if walk.place is not None:
+                node = walk.place.node
+                first = max((call for call in calls if call <= node), default=node)
+            elif walk.kind is PassKind.FORWARD:
+                calls.append(first_node())
+        self._in_use[number] = first
 
     def _order(self, kind: PassKind) -> GatherOrder:
         if kind not in self._orders:

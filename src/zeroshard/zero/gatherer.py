@@ -50,11 +50,18 @@ class Gatherer:
     def abandon(self) -> None:
         """Leave all passes after an error, freeing what they hold."""
 
-    def need(self, number: int) -> None:
-        """Gather unit `number` before this returns."""
+    def need(self, number: int, enters: bool = False) -> None:
+        """Gather unit `number` before this returns.
 
-    def done(self, number: int) -> None:
-        """Free unit `number`: nothing in this pass uses it again."""
+        Args:
+            enters: the backward of a call of the unit begins.
+        """
+
+    def done(self, number: int | None = None) -> None:
+        """Free unit `number`: nothing in this pass uses it again; by default, the units that a backward has passed.
+
+        See [Note: numbers of nodes] for those.
+        """
 
     def free_all(self) -> None:
         """Free every unit, unless they are pinned."""
@@ -102,7 +109,7 @@ class ByChunk(Gatherer):
         """Whether all units of this rank are gathered."""
         return all(each.residence is Residence.GATHERED for weights in self._weights for each in weights)
 
-    def need(self, number: int) -> None:
+    def need(self, number: int, enters: bool = False) -> None:
         """Check that a unit is gathered.
 
         Raises:
