@@ -13,7 +13,8 @@ never passed over: every stage needs its values.
 
 [Note: what a chain is] Each layer may use what earlier layers made only through the one activation that enters it.
 This is checked on the autograd graph of one forward: walking back from what leaves a layer to what entered it must
-meet no other parameters than the layer's own. A value that bypasses it unseen by autograd is NaN from a placeholder.
+meet no other parameters than the layer's own. Values without a gradient may bypass it: they are sent beside it
+([Note: values beside the activation]).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from zeroshard.errors import ModelError
+from zeroshard.pipeline.bypass import Bypass, Crossing
 from zeroshard.pipeline.gates import Gate, activation_at, with_activation
 from zeroshard.pipeline.placeholders import Placeholders, stand_in
 from zeroshard.pipeline.probe import BufferUses, Probe, all_trainable, unchanged, without_weights
@@ -52,6 +54,18 @@ class Layer:
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
 
 
+@dataclass(slots=True)
+class _Passage:
+    """One run of a range of layers: what enters, and the blocks that have run."""
+
+    first: int
+    last: int
+    hidden: Tensor | None
+    entered: "Entered | None"
+    bypass: Bypass
+    phase: int = 0
+
+
 class BufferLayers(NamedTuple):
     """The layers that write a buffer, and of one outside of the blocks those whose code around them reads it."""
 
@@ -73,6 +87,7 @@ class Chain:
         layers: prefix, blocks, suffix.
         frames: the modules around blocks, whose forwards run on every stage.
         written: the buffers (module, name) that the forward of the example wrote.
+        crossing: values beside the activation that later layers read.
 
     Raises:
         ModelError: the model is no chain, with the names of what breaks it.
@@ -89,10 +104,7 @@ class Chain:
         _refuse_mixture(model)
         self.model = model
         found = _blocks(model, blocks)
-        self._window: tuple[int, int] | None = None
-        self._hidden: Tensor | None = None
-        self._entered: Entered | None = None
-        self._phase = 0
+        self._passage: _Passage | None = None
         self._probe: Probe | None = None
         self._overwritten: set[int] = set()
         inside = {module for block in found for module in block.modules()}
@@ -104,6 +116,7 @@ class Chain:
         self._learned = {module for gate in self._gates if gate.learned for module in gate.module.modules()}
         self.frames = frames
         self.placeholders = Placeholders()
+        self.crossing = Crossing()
         self.written: dict[tuple[nn.Module, str], BufferLayers] = {}
         self.layers = self._find_layers(model, frames, forward, device)
         places = [(m, layer.number) for layer in self.layers for top in layer.modules for m in top.modules()]
@@ -142,42 +155,48 @@ class Chain:
         forward: Callable[[], Any],
         hidden: Tensor | None = None,
         entered: Entered | None = None,
+        bypass: Bypass | None = None,
     ) -> Any:
         """Run layers [first, last) of the model that `forward` calls.
 
         Args:
             hidden: the activation that enters layer `first`; None at the start of the model.
             entered: told of each of these layers but the first what enters it.
+            bypass: values of earlier layers that these read, to which those of these layers are added.
 
         Returns:
             What enters layer `last`, or what `forward` returns if `last` is past the suffix.
         """
         if hidden is not None and first in self._overwritten:
             hidden = hidden.clone()  # a leaf of autograd, or a message, must not be written
-        self._window, self._hidden, self._phase, self._entered = (first, last), hidden, 0, entered
+        passage = self._passage = _Passage(first, last, hidden, entered, Bypass() if bypass is None else bypass)
         try:
             with self._before_hooks(first, last), stand_in(self.frames, _is_absent):
                 output = forward()
         except _Left as left:
             return left.hidden
         finally:
-            self._window = self._hidden = self._entered = None
-        if self._phase < min(last, self.blocks + 1):
+            self._passage = None
+        if passage.phase < min(last, self.blocks + 1):
             raise ModelError(
-                f"The forward ended before {self.layers[self._phase + 1].name!r} ran, which runs in the example; all "
+                f"The forward ended before {self.layers[passage.phase + 1].name!r} ran, which runs in the example; all "
                 f"blocks of a chain must run for every microbatch."
             )
         return output
 
-    def boundary(self, layer: int, forward: Callable[[], Any]) -> Tensor:
-        """A placeholder (shape and dtype) of the activation that enters a layer on the microbatch of `forward`."""
-        hidden: Tensor = self.run_standing_in(layer, layer, forward)
+    def boundary(self, layer: int, forward: Callable[[], Any], bypass: Bypass | None = None) -> Tensor:
+        """A placeholder (shape and dtype) of the activation that enters a layer on the microbatch of `forward`.
+
+        Args:
+            bypass: takes up placeholders for the values beside it.
+        """
+        hidden: Tensor = self.run_standing_in(layer, layer, forward, bypass)
         return hidden
 
-    def run_standing_in(self, first: int, last: int, forward: Callable[[], Any]) -> Any:
+    def run_standing_in(self, first: int, last: int, forward: Callable[[], Any], bypass: Bypass | None = None) -> Any:
         """As `run`, for the shapes of what comes out: it leaves buffers and random numbers as they are."""
         with torch.no_grad(), unchanged(self.model):
-            return self.run(first, last, forward)
+            return self.run(first, last, forward, bypass=bypass)
 
     def number(self, name: str) -> int:
         """The layer of a name.
@@ -195,38 +214,46 @@ class Chain:
         """The output of a gated module, for its caller: its own, or a placeholder."""
         if self._probe is not None:
             return self._probe.enter(gate, args, kwargs)
-        if self._window is None:
+        passage = self._passage
+        if passage is None:
             return gate.original(*args, **kwargs)
-        first, last = self._window
         number = self._number_of.get(gate.module)
         if number is None:
-            if gate.learned and not first <= self._phase < last:
-                return self.placeholders.of(gate.module, gate.original, args, kwargs, gate.overwritten)
-            return gate.original(*args, **kwargs)
-        if number != self._phase + 1:
+            return self._call(passage, gate, args, kwargs, passage.phase if gate.learned else None)
+        if number != passage.phase + 1:
             raise ModelError(
-                f"{self.layers[number].name!r} ran after {self.layers[self._phase].name!r}, which is not the order of "
-                f"the example; the blocks of a chain must run in one order for every microbatch."
+                f"{self.layers[number].name!r} ran after {self.layers[passage.phase].name!r}, which is not the order "
+                f"of the example; the blocks of a chain must run in one order for every microbatch."
             )
-        self._phase = number
-        if number == last:
+        passage.phase = number
+        if number == passage.last:
             raise _Left(activation_at((args, kwargs), gate.takes, gate))
-        if number == first and self._hidden is not None:
-            args, kwargs = with_activation((args, kwargs), gate.takes, self._hidden)
-        if self._entered is not None and first < number:
-            self._entered(number, activation_at((args, kwargs), gate.takes, gate))
-        if first <= number < last:
-            output = gate.original(*args, **kwargs)
-        else:
-            output = self.placeholders.of(gate.module, gate.original, args, kwargs, gate.overwritten)
-        if number == self.blocks:
-            self._phase = number + 1
-            if last == number + 1:
-                raise _Left(activation_at(output, gate.returns, gate))
-            if first == number + 1 and self._hidden is not None:
-                output = with_activation(output, gate.returns, self._hidden)
-            elif self._entered is not None:
-                self._entered(number + 1, activation_at(output, gate.returns, gate))
+        if number == passage.first and passage.hidden is not None:
+            args, kwargs = with_activation((args, kwargs), gate.takes, passage.hidden)
+        if passage.entered is not None and passage.first < number:
+            passage.entered(number, activation_at((args, kwargs), gate.takes, gate))
+        output = self._call(passage, gate, args, kwargs, number)
+        return output if number < self.blocks else self._after_blocks(passage, gate, output)
+
+    def _call(self, passage: _Passage, gate: Gate, args: Any, kwargs: Any, layer: int | None) -> Any:
+        """A module of a layer, or of all of them: it runs or has a placeholder, with its values beside."""
+        number = passage.bypass.call(gate.path)
+        if number is None:
+            return gate.original(*args, **kwargs)
+        if layer is None or passage.first <= layer < passage.last:
+            return passage.bypass.run(self.crossing, gate, number, args, kwargs)
+        output = self.placeholders.of(gate.module, gate.original, args, kwargs, gate.overwritten)
+        return passage.bypass.fill(self.crossing, gate, number, output)
+
+    def _after_blocks(self, passage: _Passage, gate: Gate, output: Any) -> Any:
+        """What the code after the blocks sees of the last one."""
+        passage.phase = self.blocks + 1
+        if passage.last == passage.phase:
+            raise _Left(activation_at(output, gate.returns, gate))
+        if passage.first == passage.phase and passage.hidden is not None:
+            return with_activation(output, gate.returns, passage.hidden)
+        if passage.entered is not None:
+            passage.entered(passage.phase, activation_at(output, gate.returns, gate))
         return output
 
     @contextmanager
@@ -256,7 +283,9 @@ class Chain:
     def _enter_early(self, gate: Gate, leaves: bool, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if leaves:
             self.enter(gate, args, kwargs)
-        hidden, self._hidden = self._hidden, None
+        passage = self._passage
+        assert passage is not None
+        hidden, passage.hidden = passage.hidden, None
         return (args, kwargs) if hidden is None else with_activation((args, kwargs), gate.takes, hidden)
 
     def sites(self, parameter: nn.Parameter) -> Iterator[tuple[nn.Module, str]]:
@@ -311,7 +340,7 @@ class Chain:
             uses = BufferUses(module for module in self._paths if module not in self._learned)
             probe.on_phase = uses.look
             try:
-                with uses:
+                with uses, probe.origins, probe.leaving(model):
                     output = forward()
                 uses.look(len(self._number_of) + 1)
             except (RuntimeError, NotImplementedError) as error:
@@ -334,6 +363,8 @@ class Chain:
             self._overwritten = {n + 1 for n, entered in enumerate(probe.entered) if entered._version}
             for gate, returned, version in probe.returned.values():
                 gate.overwritten |= returned._version > version
+            named = {self._paths[block] for block in self._number_of}
+            self.crossing = Crossing.of(probe.origins, named, {gate.path for gate in self._gates if gate.overwritten})
             _check_chain(layers, probe, output, names, free, _hint(model))
         for module, name in changed:
             runs = {layer.number for layer in layers if _runs(module, layer)}

@@ -22,8 +22,9 @@ from zeroshard.parts.penalties import weighing
 from zeroshard.parts.random_numbers import MicrobatchRows
 from zeroshard.parts.replay import Replay
 from zeroshard.parts.steps import Backwards, Run, Updates
+from zeroshard.pipeline.bypass import Bypass
 from zeroshard.pipeline.chunks import Chunks
-from zeroshard.pipeline.messages import Messages, Shape
+from zeroshard.pipeline.messages import Entering, Messages, Shape
 from zeroshard.pipeline.stage import Stage
 from zeroshard.pipeline.tied_weights import TiedWeights
 from zeroshard.schedule import Action, Kind, Schedule
@@ -40,7 +41,7 @@ class Microbatch:
     batch: Any
     weight: float
     rows: MicrobatchRows | None = None
-    shapes: dict[int, Shape] = field(default_factory=dict)
+    shapes: dict[int, Entering] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -49,6 +50,7 @@ class _Flight:
 
     buffers: list[Tensor] = field(default_factory=list)  # of messages; weight gradients left for later read them
     hidden: Tensor | None = None
+    beside: tuple[Tensor, Tensor | None] | None = None  # the values beside `hidden`, and their buffer
     kept: Callable[[], Tensor] | None = None  # gives `hidden` again, if it does not stay
     back: list[Tensor] | None = None  # will have the gradient of `hidden`, if that is no leaf
     edge: GradientEdge | None = None
@@ -110,7 +112,7 @@ class Executor:
         """Microbatches, by number, that actions to come will use."""
         self._parts.update(parts)
 
-    def shapes(self, batch: Any) -> dict[int, Shape]:
+    def shapes(self, batch: Any) -> dict[int, Entering]:
         """The shapes of a microbatch between this rank's chunks and their neighbours, by the layer that it enters."""
         return self.messages.shapes(batch, partial(self._run, batch))
 
@@ -135,8 +137,8 @@ class Executor:
             for action in actions:
                 if action.kind is Kind.FORWARD:
                     flight = self._enter(action)
-                    result = self._compute(action, flight)
-                    self._pass_on(action, result)
+                    result, bypass = self._compute(action, flight)
+                    self._pass_on(action, result, bypass)
                     self._leave(action, flight)
                 else:
                     self.interpreter.run([action])
@@ -152,15 +154,15 @@ class Executor:
         if self._recomputes and (chunk, j) not in self._at_once:
             flight.replay = Replay(self._stage.chain.modules, self._stage.mesh.device, self._model.arena.ledger)
             with torch.no_grad():
-                output = self._compute(action, flight)
+                output, bypass = self._compute(action, flight)
             flight.replay.end()
             self._put_aside(flight)
         else:
-            output = self._compute_once(action, flight)
+            output, bypass = self._compute_once(action, flight)
         self.interpreter.note(action, start)
         if self._is_last(chunk):
             self.losses[j] = output.weighted(self._parts[j].weight).value.detach()
-        self._pass_on(action, output)
+        self._pass_on(action, output, bypass)
         if flight.replay is None:
             self._keep(action, flight, output)
 
@@ -173,6 +175,7 @@ class Executor:
             if local is None:
                 flight.buffers.append(self.messages.take(f"input of F{chunk}.{j}"))
                 local = _viewed(flight.buffers[0], self._shape(self._stage.firsts[chunk], j))
+            flight.beside = self.messages.beside.take(chunk, j, self._entering(self._stage.firsts[chunk], j).beside)
             flight.hidden = local.detach().requires_grad_(local.is_floating_point() and torch.is_grad_enabled())
         self.tied.begin((chunk, j))
         self._chunks.use(action)
@@ -185,7 +188,7 @@ class Executor:
             flight.kept, flight.hidden = keep(flight.hidden), None
             self._release(flight)
 
-    def _compute_once(self, action: Action, flight: _Flight) -> Any:
+    def _compute_once(self, action: Action, flight: _Flight) -> tuple[Any, Bypass]:
         """A forward whose graph is kept; the graph alone holds what entered, if that is not to stay in its buffer."""
         if self._model.keep_input is None or flight.hidden is None:
             return self._compute(action, flight)
@@ -194,9 +197,9 @@ class Executor:
         flight.hidden = hidden = _Entrance.apply(leaf, arrived)  # type: ignore[no-untyped-call]
         hidden.register_hook(flight.back.append)
         self._release(flight)
-        output = self._compute(action, flight)
+        result = self._compute(action, flight)
         flight.hidden = None
-        return output
+        return result
 
     def _release(self, flight: _Flight) -> None:
         for buffer in flight.buffers:
@@ -208,28 +211,35 @@ class Executor:
         if flight.replay is not None:
             flight.replay.drop()
         self._release(flight)
+        if flight.beside is not None and flight.beside[1] is not None:
+            self.messages.release(flight.beside[1])
         self.tied.end((chunk, j))
 
-    def _compute(self, action: Action, flight: _Flight) -> Any:
-        """The chunk's own forward."""
+    def _compute(self, action: Action, flight: _Flight) -> tuple[Any, Bypass]:
+        """The chunk's own forward, and the values beside what leaves it."""
         chunk, j = action.chunk, _number(action)
         stage = self._stage
         forward = partial(self._run, self._parts[j].batch)
         first, last = stage.firsts[chunk], stage.firsts[chunk + 1]
+        bypass = Bypass()
+        if flight.beside is not None:
+            bypass = Bypass(self._entering(first, j).beside.unpack(flight.beside[0]))
         with self._deferring(flight), self.random_numbers.microbatch(self._parts[j].rows):
-            return stage.chain.run(first, last, forward, flight.hidden, self._chunks.early.listener(action))
+            listener = self._chunks.early.listener(action)
+            return stage.chain.run(first, last, forward, flight.hidden, listener, bypass), bypass
 
     def _deferring(self, flight: _Flight) -> AbstractContextManager[None]:
         """Leave weight gradients to a microbatch's store, in its forward and in what its backward computes again."""
         deferral = self._stage.deferral
         return nullcontext() if deferral is None else deferral.into(flight.store)
 
-    def _pass_on(self, action: Action, output: Any) -> None:
+    def _pass_on(self, action: Action, output: Any, bypass: Bypass) -> None:
         chunk, j = action.chunk, _number(action)
         if not self._is_last(chunk):
             layer = self._stage.firsts[chunk + 1]
             self.messages.check(output, self._shape(layer, j), layer)
             self._out[Kind.FORWARD, chunk, j] = output.detach()
+            self.messages.beside.keep(chunk, j, self._entering(layer, j).beside, bypass)
 
     def _keep(self, action: Action, flight: _Flight, output: Any) -> None:
         """Keep the root of the graph for the backward, not what it holds."""
@@ -250,7 +260,7 @@ class Executor:
             flight.hidden, flight.kept = flight.kept().requires_grad_(), None
         if flight.replay is not None:
             with flight.replay.again(), torch.enable_grad():
-                self._keep(action, flight, self._compute(action, flight))
+                self._keep(action, flight, self._compute(action, flight)[0])
         self._backward.forget_interrupted()
         self._backward.under_scale = True
         self._chunks.backward(action)
@@ -315,6 +325,9 @@ class Executor:
             self._parts.pop(j, None)
 
     def _shape(self, layer: int, j: int) -> Shape:
+        return self._entering(layer, j).shape
+
+    def _entering(self, layer: int, j: int) -> Entering:
         part = self._parts[j]
         if not part.shapes:
             part.shapes = self.shapes(part.batch)
@@ -332,6 +345,7 @@ class Executor:
         layer = self._stage.firsts[chunk]
         name, trains = f"input of F{chunk}.{j}", self._chunks.trains
         self.messages.post(name, self._shape(layer, j), peer, self._sending, layer, saved=trains)
+        self.messages.beside.post(chunk, j, self._entering(layer, j).beside, peer, self._sending)
 
     def _receive_backward(self, action: Action) -> None:
         chunk, j, peer = action.chunk, _number(action), _peer(action)
@@ -343,6 +357,7 @@ class Executor:
         chunk, j = action.chunk, _number(action)
         output, layer = self._out.pop((Kind.FORWARD, chunk, j)), self._stage.firsts[chunk + 1]
         self.messages.send(f"input of F{chunk + 1}.{j}", output, _peer(action), self._sending, layer=layer)
+        self.messages.beside.send(chunk, j, _peer(action), self._sending)
 
     def _send_backward(self, action: Action) -> None:
         chunk, j = action.chunk, _number(action)

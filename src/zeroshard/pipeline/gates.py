@@ -1,10 +1,12 @@
 """Gates: the place of a module's forward, where a chain decides whether it runs, and which tensor is its activation."""
 
 from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import register_pytree_node, tree_flatten, tree_leaves, tree_unflatten
 
 from zeroshard.errors import ModelError
 
@@ -47,6 +49,43 @@ class Gate:
         self._replaced = "forward" in vars(self.module)  # by one that is not of its class
         self.original: Callable[..., Any] = self.module.forward
         self.module.forward = self
+
+
+def open_up(tree: Any, gate: Gate, given: Any = ()) -> None:
+    """Let the values inside of dataclasses be seen, which torch takes for one value each.
+
+    Args:
+        given: what the module took, and may hand on as it is.
+
+    Raises:
+        ModelError: an object of another class has tensors inside.
+    """
+    for leaf in tree_leaves(tree):
+        if (is_dataclass(leaf) and not isinstance(leaf, type)) or isinstance(leaf, SimpleNamespace):
+            register_pytree_node(type(leaf), _names_and_values, _from_values)
+            return open_up(tree, gate, given)
+        inside = [] if isinstance(leaf, (Tensor, nn.Module, type)) else list(getattr(leaf, "__dict__", {}).values())
+        if any(isinstance(value, Tensor) for value in inside) and not any(
+            leaf is other for other in tree_leaves(given)
+        ):
+            raise ModelError(
+                f"{gate.path!r} returns a {type(leaf).__name__} with tensors inside, which other stages cannot have; "
+                f"let it return a tuple, a dict or a dataclass of them, or use pipeline_parallel=1."
+            )
+    return None
+
+
+def _names_and_values(instance: Any) -> tuple[list[Any], Any]:
+    names = [each.name for each in fields(instance)] if is_dataclass(instance) else list(vars(instance))
+    return [getattr(instance, name) for name in names], (type(instance), names)
+
+
+def _from_values(values: Any, context: Any) -> Any:
+    made, names = context
+    instance = object.__new__(made)
+    for name, value in zip(names, values, strict=True):
+        object.__setattr__(instance, name, value)
+    return instance
 
 
 def place_of_activation(tree: Any) -> int:

@@ -7,7 +7,7 @@ ranks with different batches get an error, and no shape is sent.
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from zeroshard.errors import BatchError
 from zeroshard.memory.ledger import Arena
 from zeroshard.parts.part import Scratch
 from zeroshard.parts.penalties import adds_penalties
+from zeroshard.pipeline.bypass import Bypass, SentValues
 from zeroshard.pipeline.scattered import GATHERS
 from zeroshard.pipeline.stage import Stage
 from zeroshard.schedule import Action, Kind
@@ -31,18 +32,26 @@ RECEIVES = {Kind.RECEIVE_FORWARD: Purpose.SEND_ACTIVATIONS, Kind.RECEIVE_BACKWAR
 Shape = tuple[tuple[int, ...], torch.dtype]
 
 
+class Entering(NamedTuple):
+    """What enters a layer of another stage: the shape of the activation, and the values beside it."""
+
+    shape: Shape
+    beside: SentValues
+
+
 class Messages:
     """Sends and receives for one rank; nothing here waits but `take` and `finish`.
 
     Attributes:
         weights: of penalties.
+        beside: values beside activations.
     """
 
     def __init__(self, stage: Stage, arena: Arena, inputs: Scratch | None = None) -> None:
         self._stage, self._comm, self._arena, self._inputs = stage, stage.world, arena, inputs or arena
         self._lenders: dict[int, Scratch] = {}  # of posted buffers
-        self.weights = PenaltyWeights(stage, self)
-        self._shapes: dict[Any, dict[int, Shape]] = {}
+        self.weights, self.beside = PenaltyWeights(stage, self), ValuesBeside(stage, self)
+        self._shapes: dict[Any, dict[int, Entering]] = {}
         self._posted: dict[str, tuple[Pending, Tensor]] = {}
         self._gathers: dict[str, tuple[Tensor, Callable[[Tensor], None]]] = {}  # of messages whose parts come scattered
         self._sent: dict[tuple[Purpose, int], list[tuple[Pending, Tensor, bool]]] = defaultdict(list)
@@ -52,7 +61,7 @@ class Messages:
         """The collectives of all ranks of the pipeline."""
         return self._comm
 
-    def shapes(self, microbatch: Any, forward: Callable[[], Any]) -> dict[int, Shape]:
+    def shapes(self, microbatch: Any, forward: Callable[[], Any]) -> dict[int, Entering]:
         """The shapes of messages between this rank's chunks and their neighbours, by the layer that they enter."""
         key = tuple(
             (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else type(leaf)
@@ -62,9 +71,13 @@ class Messages:
             stage, last = self._stage, len(self._stage.chain.layers)
             chunks = stage.pipeline.layout.chunks_of(stage.number)
             layers = {layer for c in chunks for layer in stage.firsts[c : c + 2]} - {0, last}
-            placeholders = {layer: stage.chain.boundary(layer, forward) for layer in sorted(layers)}
-            self._shapes[key] = {layer: (tuple(t.shape), t.dtype) for layer, t in placeholders.items()}
+            self._shapes[key] = {layer: self._entering(layer, forward) for layer in sorted(layers)}
         return self._shapes[key]
+
+    def _entering(self, layer: int, forward: Callable[[], Any]) -> Entering:
+        chain, beside = self._stage.chain, Bypass()
+        hidden = chain.boundary(layer, forward, beside)
+        return Entering((tuple(hidden.shape), hidden.dtype), SentValues.of(chain.crossing.at(layer), beside.known))
 
     def check(self, output: Tensor, expected: Shape, layer: int) -> None:
         """Refuse an output whose shape is not the one that the next stage expects.
@@ -143,12 +156,13 @@ class Messages:
         while len(sent) > (LOANS_UNDER_WAY if purpose in LOANS else UNDER_WAY):
             self._drop(sent.pop(0))
 
-    def planned(self, action: Action, layer: int, numel: int) -> tuple[Purpose, int] | None:
+    def planned(self, action: Action, layer: int, entering: Entering | None) -> tuple[Purpose, int] | None:
         """The purpose and elements of an activation's message, or of the gather after it; None if there is none."""
         scattered = self._stage.scattered.get(layer)
         purpose = SENDS.get(action.kind)
+        numel = 0 if entering is None else torch.Size(entering.shape[0]).numel()
         if purpose is not None:
-            weight = self.weights.numel if purpose in BACKWARDS else 0
+            weight = self.weights.numel if purpose in BACKWARDS else entering.beside.nbytes if entering else 0
             return purpose, weight + (numel if scattered is None else scattered.numel(numel))
         after = RECEIVES.get(action.kind)
         return None if after is None or scattered is None else (GATHERS[after], numel)
@@ -213,6 +227,44 @@ class PenaltyWeights:
         if self._needed:
             weight = torch.ones(1, device=self._device) * self._known.pop((chunk, j))
             self._messages.send(_weight(chunk, j), weight, peer, Purpose.SEND_GRADIENTS)
+
+
+class ValuesBeside:
+    """Values of earlier layers that later stages read beside the activation, each boundary's in one message."""
+
+    def __init__(self, stage: Stage, messages: "Messages") -> None:
+        self._messages, self._device = messages, stage.mesh.device
+        self._left: dict[tuple[int, int], Tensor] = {}  # by the chunk that made or passed them, and microbatch
+
+    def keep(self, chunk: int, j: int, slots: SentValues, beside: Bypass) -> None:
+        """A chunk has run; what the next one reads goes with its output."""
+        if slots:
+            self._left[chunk, j] = slots.pack(beside.known, self._device)
+
+    def take(self, chunk: int, j: int, slots: SentValues) -> tuple[Tensor, Tensor | None] | None:
+        """The message for a chunk, and the buffer to release after its last use; None where nothing comes."""
+        if not slots:
+            return None
+        local = self._left.pop((chunk - 1, j), None)
+        if local is not None:
+            return local, None
+        buffer = self._messages.take(_beside(chunk, j))
+        return buffer, buffer
+
+    def post(self, chunk: int, j: int, slots: SentValues, peer: int, purpose: Purpose) -> None:
+        """Let the values come with the input of a chunk."""
+        if slots:
+            self._messages.post(_beside(chunk, j), ((slots.nbytes,), torch.uint8), peer, purpose)
+
+    def send(self, chunk: int, j: int, peer: int, purpose: Purpose) -> None:
+        """Send the values with the output of a chunk."""
+        message = self._left.pop((chunk, j), None)
+        if message is not None:
+            self._messages.send(_beside(chunk + 1, j), message, peer, purpose)
+
+
+def _beside(chunk: int, j: int) -> str:
+    return f"values beside the input of F{chunk}.{j}"
 
 
 def _weight(chunk: int, j: int) -> str:

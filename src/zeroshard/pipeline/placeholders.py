@@ -119,6 +119,41 @@ def _placeholder(leaf: Any, device: torch.device | None, writable: bool) -> Any:
     return placeholder.clone(memory_format=torch.contiguous_format) if writable else placeholder
 
 
+METADATA = ("__get__", "dim", "size", "stride", "numel", "element_size", "is_floating_point", "is_complex", "__len__")
+
+
+class Unsent(Tensor):
+    """A placeholder for integers or booleans that no later layer read in the example, and that are not sent."""
+
+    path: str
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Shape, dtype and device are known; values are not.
+
+        Raises:
+            ModelError: a function asks for values.
+        """
+        if getattr(func, "__name__", "") not in METADATA:
+            path = next((leaf.path for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Unsent)), "a module")
+            raise ModelError(
+                f"A later stage reads what {path!r} returned besides the activation, which none read in the example, "
+                f"so it is not sent. Give Engine(..., example=...) a microbatch that takes the same way through the "
+                f"model's code, or use pipeline_parallel=1."
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def unsent(leaf: Any, path: str) -> Any:
+    """A leaf of a placeholder whose values stay on their stage: NaN shows itself, integers must not be read."""
+    if not isinstance(leaf, Tensor) or leaf.is_floating_point() or leaf.is_complex():
+        return leaf
+    absent = torch.Tensor._make_subclass(Unsent, leaf)
+    absent.path = path
+    return absent
+
+
 def _key(module: nn.Module, args: Any, kwargs: Any) -> Any:
     leaves, spec = tree_flatten((args, kwargs))
     described = (

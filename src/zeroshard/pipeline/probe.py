@@ -7,6 +7,7 @@ for a value inside runs once on random weights, which are freed before the next.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -18,7 +19,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from zeroshard.errors import ModelError
-from zeroshard.pipeline.gates import Gate, activation_at, place_of_activation, with_activation
+from zeroshard.pipeline.gates import Gate, activation_at, open_up, place_of_activation, with_activation
+from zeroshard.pipeline.origins import Origins
 from zeroshard.pipeline.placeholders import Placeholders
 from zeroshard.platform import accelerator
 
@@ -42,6 +44,7 @@ class Probe:
         returned: by id, what modules returned, with the version that they or others among them left it in.
         stands_for: of parameters that took another's place for the forward, that other.
         on_phase: called when a phase ends, with its number.
+        origins: of what layers read besides the activation.
     """
 
     def __init__(self, blocks: set[nn.Module], placeholders: Placeholders, device: torch.device | None = None) -> None:
@@ -53,16 +56,15 @@ class Probe:
         self.returned: dict[int, tuple[Gate, Tensor, int]] = {}
         self.stands_for: dict[Any, nn.Parameter] = {}
         self.on_phase: Callable[[int], None] = lambda phase: None
-        self._phase = 0
+        self.origins = Origins()
+        self._calls: Counter[str] = Counter()
         self._apart = False
 
     def enter(self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module and note it."""
         if gate.module not in self._blocks:
             self.phases.setdefault(gate.module, set()).add(self._phase)
-            output = self._call(gate, args, kwargs)
-            gate.learned |= any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(output))
-            return output
+            return self._call(gate, args, kwargs)
         if _unseen_by_autograd():
             raise ModelError(
                 f"The block {gate.path!r} runs under torch.no_grad or torch.utils.checkpoint, "
@@ -74,22 +76,54 @@ class Probe:
                 f"The block {gate.path!r} runs twice in one forward, so the model is no chain of "
                 f"blocks; name other blocks with units=(...), or use pipeline_parallel=1."
             )
-        self.on_phase(self._phase)
+        self._end_phase()
+        open_up((args, kwargs), gate, (args, kwargs))
         self.order.append(gate.module)
-        self._phase = len(self.order)
+        self.origins.phase = len(self.order)
         gate.takes = place_of_activation((args, kwargs))
         args, kwargs = self._mark((args, kwargs), gate.takes, gate)
         output = self._call(gate, args, kwargs)
         if len(self.order) == len(self._blocks):
-            self.on_phase(self._phase)
-            self._phase += 1
+            self._end_phase()
+            self.origins.phase += 1
             gate.returns = place_of_activation(output)
             output = self._mark(output, gate.returns, gate)
         return output
 
+    @property
+    def _phase(self) -> int:
+        return self.origins.phase
+
+    def _end_phase(self) -> None:
+        with self.origins.paused():
+            self.on_phase(self._phase)
+
+    @contextmanager
+    def leaving(self, model: nn.Module) -> Iterator[None]:
+        """Note what the model returns inside."""
+        handle = model.register_forward_hook(lambda module, args, output: self.origins.leave(tree_leaves(output)))
+        try:
+            yield
+        finally:
+            handle.remove()
+
     def _call(self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a module, and let what it returns be known for its own."""
+        has_parameters = next(gate.module.parameters(), None) is not None
+        with self.origins.call(gate.path, self._phase, (args, kwargs), has_parameters) as call:
+            output = self._run(gate, args, kwargs)
+        leaves = tree_leaves(output)
+        if gate.module not in self._blocks:
+            gate.learned |= any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
+        if call is not None:
+            self.origins.returned(call, self._calls[gate.path], leaves, gate.learned)
+            self._calls[gate.path] += 1
+        return output
+
+    def _run(self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._device is None or self._apart or next(gate.module.parameters(), None) is None:
             output = gate.original(*args, **kwargs)
+            open_up(output, gate, (args, kwargs))
         else:
             output = self._run_apart(gate, args, kwargs)
         self._placeholders.record(gate.module, args, kwargs, output)
@@ -116,12 +150,14 @@ class Probe:
                     output = gate.original(*args, **kwargs)
         finally:
             self._apart = False
+        open_up(output, gate, (args, kwargs))
         if is_block:
             self.entered[-1] = activation_at(taken, gate.takes, gate)  # which the block may have written into
         return tree_map(lambda leaf: _placeholder(leaf, self._device), output)
 
     def _mark(self, tree: Any, place: int, gate: Gate) -> Any:
-        marked = activation_at(tree, place, gate).clone()  # a view would lose its mark when a block writes into it
+        with self.origins.paused():
+            marked = activation_at(tree, place, gate).clone()  # a view would lose its mark when a block writes into it
         self.entered.append(marked)
         self.marks.append(marked.grad_fn)
         return with_activation(tree, place, marked)

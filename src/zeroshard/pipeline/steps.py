@@ -17,8 +17,10 @@ from zeroshard.parts.batch import uneven_microbatches
 from zeroshard.parts.losses import REPORT, LossReport, means_alone
 from zeroshard.parts.part import Parts
 from zeroshard.parts.steps import Backwards, Decides, Run, Updates
+from zeroshard.pipeline.bypass import NUMBERS, SentValues
 from zeroshard.pipeline.executor import Executor, Microbatch
-from zeroshard.pipeline.messages import Shape
+from zeroshard.pipeline.messages import Entering
+from zeroshard.pipeline.origins import ReturnedValue
 from zeroshard.pipeline.stage import Stage
 from zeroshard.pipeline.weight_stashing import StashedVersions
 from zeroshard.schedule import Kind
@@ -63,7 +65,7 @@ class PipelineOrder:
         self._gathers = Counter(action.chunk for action in self.actions if action.kind is Kind.GATHER)
         self._updates = 0
         self._loss: Tensor | None = None
-        self._shapes: list[dict[int, Shape]] = []  # of each microbatch of the last step
+        self._shapes: list[dict[int, Entering]] = []  # of each microbatch of the last step
 
     def step(self, batch: Any) -> Tensor | None:
         """One step on this data rank's batch; the mean loss, where it is known."""
@@ -135,6 +137,10 @@ class PipelineOrder:
         layout = stage.pipeline.layout
         replica = [layout.rank_of(number, stage.data_rank, stage.place) for number in range(layout.stages)]
         ranks = range(stage.place, layout.ranks, layout.ranks_per_replica) if layout.uneven else replica
+        every = {ReturnedValue("output", 0, n): leaf for n, leaf in enumerate(leaves) if type(leaf) in NUMBERS}
+        numbers = SentValues.of([(number,) for number in every], every)
+        if numbers:
+            leaves.append(numbers.pack(every, stage.mesh.device))
         for n, leaf in enumerate(leaves):
             if not isinstance(leaf, Tensor):
                 continue
@@ -148,6 +154,9 @@ class PipelineOrder:
                 messages.post_into(name, buffer, leaf.shape, source, Purpose.SEND_TO_EVALUATE)
                 messages.take(name)
         messages.finish()
+        if numbers:
+            for number, value in numbers.unpack(leaves.pop()).items():
+                leaves[number.leaf] = value
         return tree_unflatten(leaves, spec)
 
     def gathers(self, unit: int) -> int:
@@ -167,8 +176,7 @@ class PipelineOrder:
                 layer = stage.firsts[action.chunk + (action.kind in LEAVING)]
                 number = (action.microbatch or 0) // stage.data_ranks % stage.pipeline.microbatches
                 shapes = self._shapes[number] if self._shapes else {}
-                numel = torch.Size(shapes[layer][0]).numel() if layer in shapes else 0
-                found = self.executor.messages.planned(action, layer, numel)
+                found = self.executor.messages.planned(action, layer, shapes.get(layer))
                 if found is None:
                     continue
                 message = found

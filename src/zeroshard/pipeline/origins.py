@@ -1,0 +1,225 @@
+"""The origins of values: which modules made what later layers read besides the activation, seen in one forward.
+
+[Note: values beside the activation] A stage passes over the modules of earlier stages, and what these return besides
+the activation (masks, ids, lengths) may be read later: by a block, by the code around the blocks, or by the loss. Such
+a value has no gradient; else the model is no chain. The probe follows every value through the operations of one
+forward, by the storage that holds it: a *source* is one value that a module returned, and it crosses each boundary
+between its own layer and the last layer that reads it, or something made from it without a gradient. A value taken into
+Python (`item`, a condition, a loop over a list) can be used anywhere, so its sources cross all boundaries.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+INTO_PYTHON = ("tolist", "numpy", "__array__", "__dlpack__")  # which no dispatcher sees
+SHAPES_ONLY = ("_like", "new_")  # names of operators that take no values of the tensor
+
+
+class ReturnedValue(NamedTuple):
+    """One leaf of what a module returned: the module's name, which of its calls in a forward, and the leaf's place."""
+
+    path: str
+    call: int
+    leaf: int
+
+
+class Aside(NamedTuple):
+    """A tensor that a module made and did not return, and that another layer read: the module, and both layers."""
+
+    path: str
+    made: int
+    read: int
+
+
+class _Call:
+    """A gated module that runs: its layer, the storages of what it made from its arguments, and its reads."""
+
+    def __init__(self, path: str, layer: int, taken: set[int], has_parameters: bool) -> None:
+        self.path, self.layer, self.data = path, layer, taken
+        self.arguments, self.has_parameters = set(taken), has_parameters
+        self.reads_values = False
+
+
+class Origins(TorchDispatchMode):
+    """Follows values through one forward; entered around it.
+
+    Attributes:
+        last_read: by source, the last layer that reads it; infinite where it went into Python.
+        layer_of: by source, the layer of its module.
+        alike: sources that are one tensor, by its identity at the time.
+        asides: tensors that reached other layers without being returned.
+        leaves: by module and call, how many values a module returned.
+        phase: the number of blocks that have run, of the code around them.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.last_read: dict[ReturnedValue, float] = {}
+        self.layer_of: dict[ReturnedValue, int] = {}
+        self.alike: list[tuple[Tensor, list[ReturnedValue]]] = []
+        self.asides: set[Aside] = set()
+        self.leaves: dict[tuple[str, int], int] = {}
+        self.phase = 0
+        self._marks: dict[int, set[ReturnedValue]] = {}  # by storage
+        self._made: dict[int, _Call] = {}  # storages of what modules made from their arguments
+        self._alive: list[StorageWeakRef] = []  # no other storage takes the place of one that is gone
+        self._call: _Call | None = None
+        self._paused = False
+        self._python = _IntoPython(self._value_read)
+
+    def __enter__(self) -> "Origins":
+        """Follow from here on."""
+        self._python.__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Follow no longer."""
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._python.__exit__(*error)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What is made inside has no origin."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    @contextmanager
+    def call(self, path: str, layer: int, args: Any, has_parameters: bool) -> Iterator[_Call | None]:
+        """A gated module runs; inside of another it is a part of that."""
+        if self._call is not None:
+            yield None
+            return
+        call = self._call = _Call(path, layer, set(map(_storage, _tensors(args))), has_parameters)
+        try:
+            yield call
+        finally:
+            self._call = None
+
+    def returned(self, call: _Call, number: int, leaves: Sequence[Any], learned: bool) -> None:
+        """What a module returned, in its call of a number; of one that every stage runs, nothing is a source."""
+        if not learned:
+            self._made = {key: made for key, made in self._made.items() if made is not call}
+            return
+        self.leaves[call.path, number] = len(leaves)
+        for n, leaf in enumerate(leaves):
+            source = ReturnedValue(call.path, number, n)
+            self.layer_of[source] = call.layer
+            if isinstance(leaf, Tensor):
+                key = _storage(leaf)
+                kept = self._marks.get(key, set()) if key in call.arguments else set()
+                self._mark(leaf, kept | {source})
+                self._made.pop(key, None)
+                self._group(leaf, source)
+            elif isinstance(leaf, (bool, int, float)) and call.reads_values:
+                self.last_read[source] = math.inf
+
+    def leave(self, leaves: Iterable[Any]) -> None:
+        """What leaves the model is read by its user."""
+        for leaf in _tensors(leaves):
+            self._read(leaf, self.phase)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note what an operator reads, and what it makes of it."""
+        output = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        if self._paused or any(part in name for part in SHAPES_ONLY):
+            return output
+        taken = list(_tensors((args, kwargs)))
+        if name.startswith("_local_scalar_dense"):
+            self._value_read(taken[0])
+            return output
+        sources: set[ReturnedValue] = set()
+        data = False
+        for tensor in taken:
+            sources |= self._read(tensor, self._layer)
+            data |= self._call is not None and _storage(tensor) in self._call.data
+        for tensor in _tensors(output):
+            if sources:
+                self._mark(tensor, self._marks.get(_storage(tensor), set()) | sources)
+            if data and self._call is not None:
+                self._hold(tensor)
+                self._call.data.add(_storage(tensor))
+                if self._call.has_parameters and _storage(tensor) not in self._call.arguments:
+                    self._made[_storage(tensor)] = self._call
+        return output
+
+    @property
+    def _layer(self) -> int:
+        return self.phase if self._call is None else self._call.layer
+
+    def _read(self, tensor: Tensor, layer: float) -> set[ReturnedValue]:
+        """Note that a layer reads a tensor; the sources that are in it."""
+        key = _storage(tensor)
+        sources = self._marks.get(key, set())
+        if tensor.requires_grad and torch.is_grad_enabled() and layer < math.inf:
+            return sources  # autograd shows what this is made with
+        for source in sources:
+            self.last_read[source] = max(layer, self.last_read.get(source, 0))
+        made = self._made.get(key)
+        if made is not None and made is not self._call and made.layer != self._layer:
+            self.asides.add(Aside(made.path, made.layer, self._layer))
+        return sources
+
+    def _value_read(self, tensor: Tensor) -> None:
+        if self._paused:
+            return
+        if self._call is None:
+            self._read(tensor, math.inf)
+            return
+        self._call.reads_values = True
+        self._read(tensor, self._call.layer if self._call.has_parameters else math.inf)
+
+    def _group(self, leaf: Tensor, source: ReturnedValue) -> None:
+        for tensor, group in self.alike:
+            if tensor is leaf:
+                group.append(source)
+                return
+        if not leaf.requires_grad:
+            self.alike.append((leaf, [source]))
+
+    def _mark(self, tensor: Tensor, sources: set[ReturnedValue]) -> None:
+        self._hold(tensor)
+        self._marks[_storage(tensor)] = sources
+
+    def _hold(self, tensor: Tensor) -> None:
+        self._alive.append(StorageWeakRef(tensor.untyped_storage()))
+
+
+class _IntoPython(TorchFunctionMode):
+    """Sees the reads that go past the dispatcher."""
+
+    def __init__(self, read: Callable[[Tensor], None]) -> None:
+        super().__init__()
+        self._read = read
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note the tensor that a function takes into Python."""
+        if getattr(func, "__name__", "") in INTO_PYTHON and args and isinstance(args[0], Tensor):
+            self._read(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
+
+
+def _storage(tensor: Tensor) -> int:
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except NotImplementedError:  # sparse, or another layout without one
+        return id(tensor)
