@@ -30,6 +30,10 @@ def loss(output, batch):
     return nn.functional.cross_entropy(output, batch["y"])
 
 
+def padded(output, batch):
+    return nn.functional.cross_entropy(output, batch["y"], ignore_index=1)
+
+
 def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.1)
 
@@ -64,7 +68,13 @@ def test_a_model_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["ok"] and found["first"] is None and found["notes"] == []
     assert {row["what"] for row in found["table"]} >= {"losses", "gradients", "updates"}
     words += ["--optimizer-of", "verified_net:sgd", "--rows", "4"]
-    assert "the mean of 2 parts' losses is" in run(capsys, "--model", "verified_net:Odd", *words)
+    assert "rows of a batch act on each other" in run(capsys, "--model", "verified_net:Odd", *words)
+    words[words.index("verified_net:loss")] = "verified_net:padded"
+    with pytest.raises(SystemExit) as ended:
+        run(capsys, "--model", "verified_net:Net", *words)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert ended.value.code == 1 and "First difference in step 0: whole batch module padded" in shown
+    assert "in the whole batch they count 0.667, 1.33 times" in shown
 
 
 def test_a_difference_is_exit_code_1(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,10 +6,11 @@ import pytest
 import torch
 from engine import models
 from torch import nn
+from verification import stateful
 from verification.jobs import job, padded, summed
 from verification.zoo_jobs import job as zoo_job
 
-from zeroshard.errors import BatchError
+from zeroshard.errors import BatchError, ModelError
 from zeroshard.verification.plain import Plain
 
 
@@ -23,7 +24,7 @@ def test_a_step_is_that_of_the_whole_batch() -> None:
     for name, p in whole.named_parameters():
         torch.testing.assert_close(step.gradients[name], p.grad, rtol=1e-5, atol=1e-7)
     assert step.norm == pytest.approx(float(nn.utils.get_total_norm([p.grad for p in whole.parameters()])), rel=1e-5)
-    assert plain.whole_loss(0) == pytest.approx(step.loss, rel=1e-6)
+    assert plain.alone(plain.whole(0)).value.item() == pytest.approx(step.loss, rel=1e-6)
 
 
 def test_sums_are_divided_by_the_count_of_the_step() -> None:
@@ -66,8 +67,24 @@ def test_each_data_rank_has_its_own_buffers() -> None:
     assert first and all(not torch.equal(first[name], second[name]) for name in first)
 
 
-def test_random_numbers_are_noticed() -> None:
-    assert Plain(job("Dropped", 2)).is_random() and not Plain(job("Five", 2)).is_random()
+def test_random_numbers_are_told_from_state() -> None:
+    Plain(job("Five", 2)).refuse_unlike_calls()
+    with pytest.raises(ModelError, match=r"draws random numbers.*dropout to 0"):
+        Plain(job("Dropped", 2)).refuse_unlike_calls()
+    with pytest.raises(ModelError, match=r"with the same random numbers differ.*global variable"):
+        Plain(replace(job("Five", 2), factory=stateful.CountsOutside)).refuse_unlike_calls()
+
+
+@pytest.mark.parametrize("kind", [stateful.Counts, stateful.CountsInTensor, stateful.CountsInBuffer])
+def test_each_data_rank_has_its_own_counter(kind: type[nn.Module]) -> None:
+    made = replace(job("Five", 2, microbatches=2), factory=kind)
+    plain, alone, bare = Plain(made), Plain(job("Five", 2, microbatches=2)), {}
+    plain.refuse_unlike_calls()
+    for step in range(2):
+        bare[step] = alone.step(step).losses
+        for part, (loss, _) in enumerate(plain.step(step).losses):
+            calls = 2 * step + part % 2 + 1
+            assert loss == pytest.approx(bare[step][part][0] * (1 + 0.1 * calls), rel=1e-6)
 
 
 def test_a_model_without_a_loss_is_refused() -> None:

@@ -1,18 +1,26 @@
 """`zs.verify` in processes of its own: equal runs, refusals, notes, and errors of the ranks."""
 
+import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
-from verification.jobs import ADAMW, build, data, job, padded
+from verification import stateful
+from verification.jobs import ADAMW, build, data, job, padded, summed
 
 import zeroshard as zs
+from zeroshard.activations.policy import LOSSY
+from zeroshard.cli.verify import build_gpt, gpt_batch
 from zeroshard.errors import BatchError, CommError, ModelError, PlanError
+from zeroshard.train.gpt import GPTConfig
+from zeroshard.verification.job import VerificationJob
+from zeroshard.verification.narrow import language_model, token_batch
 from zeroshard.verification.processes import run_ranks
-from zeroshard.verification.run import verify_jobs
+from zeroshard.verification.run import compared, verify_jobs
 
 
 class FailsOnRankOne(nn.Module):
@@ -53,10 +61,72 @@ def test_dtypes_of_the_plan_are_kept_on_request() -> None:
     assert zs.verify(partial(build, "Five"), zs.Plan(precision="bf16"), data, ranks=1, steps=2).table[2].worst < 1e-6
 
 
-def test_means_over_unlike_numbers_of_tokens_are_noted() -> None:
+def test_means_over_unlike_numbers_of_tokens_fail() -> None:
     (found,) = verify_jobs([replace(job("Padded", 1, microbatches=2), batch=padded)])
+    assert not isinstance(found, Exception) and not found.ok and found.first is not None
+    assert found.first.what == "whole batch" and found.first.module == "Padded (its loss)"
+    assert "unlike numbers of tokens" in found.first.cause
+    row = found.table[0]
+    assert row.what == "whole batch" and row.worst > row.tolerance
+    (sound,) = verify_jobs([replace(job("Words", 1, microbatches=2), batch=padded, loss=summed)])
+    assert not isinstance(sound, Exception) and sound.ok and not sound.notes
+
+
+def test_rows_that_act_on_each_other_are_noted() -> None:
+    (found,) = verify_jobs([replace(job("Five", 1, microbatches=2), factory=stateful.Normalized)])
+    assert not isinstance(found, Exception) and found.ok and "act on each other" in found.notes[0]
+
+
+@pytest.mark.parametrize("kind", [stateful.Counts, stateful.CountsInTensor, stateful.CountsInBuffer, stateful.Averages])
+def test_counters_and_averages_are_state(kind: type[nn.Module]) -> None:
+    (found,) = verify_jobs([replace(job("Five", 1, microbatches=2, recompute="blocks"), factory=kind)])
     assert not isinstance(found, Exception) and found.ok
-    assert "parts count alike although they hold unlike numbers of tokens" in found.notes[0]
+
+
+@pytest.mark.parametrize("code", LOSSY)
+def test_codes_of_saved_tensors_are_left_out_or_held_to_their_rounding(code: str) -> None:
+    factory = partial(build_gpt, GPTConfig(192, 16, 32, 2, 1))
+    plan = zs.Plan(activations=zs.Activations(compress=("binarize", code)))
+    for exact in (True, False):
+        found = zs.verify(factory, plan, gpt_batch(4), ranks=1, steps=1, exact=exact)
+        worst = {row.what: row for row in found.table}
+        assert found.ok and worst["module outputs"].worst == 0.0 and worst["losses"].tolerance < 1e-4
+        assert (worst["gradients"].worst < 1e-6) == exact
+        assert found.notes == (f"compared without what rounds: activations.compress={('binarize', code)}",) * exact
+
+
+def test_a_rounding_of_one_rank_is_no_slice_and_no_collective() -> None:
+    plan = zs.Plan(activations=zs.Activations(compress=("int4",)))
+    made = VerificationJob(partial(build_gpt, GPTConfig(192, 16, 32, 2, 1)), plan, gpt_batch(4), ADAMW, None, 1, 1)
+    records = run_ranks([made])[0]
+    assert not isinstance(records, Exception)
+    found = compared(made.exact(), records)
+    assert found.first is not None and found.first.what == "gradient"
+    assert found.first.collective is None and "slice" not in found.first.cause
+
+
+def test_the_model_itself_is_named_by_its_class() -> None:
+    made = VerificationJob(stateful.Bare, zs.Plan(), torch.randn(4, 6), ADAMW, stateful.squares, 1, 1)
+    records = run_ranks([made])[0]
+    assert not isinstance(records, Exception)
+    step = records[0].steps[0]
+    for number, share in enumerate(step.shares):
+        share.values[:] = np.random.default_rng(number).normal(size=share.values.shape)
+    step.calls[0]["", 0].gradients[0] = (36.0, 2.0, *range(8))
+    found = compared(made, records).first
+    assert found is not None and found.module == "Bare" and "the gradient of Bare's output differs" in found.cause
+
+
+def test_a_count_in_the_batch_makes_the_loss_a_sum() -> None:
+    pytest.importorskip("transformers")
+    config = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    config |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 24}
+    batch = dict(token_batch(24, 4, 6))
+    batch["labels"] = batch["labels"].masked_fill(torch.arange(6) > torch.tensor([[1], [2], [5], [5]]), -100)
+    factory = partial(language_model, json.dumps(config))
+    found = zs.verify(factory, zs.Plan(microbatches=2), {**batch, "num_items_in_batch": 1}, ranks=1, steps=1)
+    assert found.ok and found.notes == ()
+    assert not zs.verify(factory, zs.Plan(microbatches=2), batch, ranks=1, steps=1).ok
 
 
 def test_what_cannot_be_compared_is_refused() -> None:

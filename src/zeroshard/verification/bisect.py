@@ -25,6 +25,7 @@ from zeroshard.verification.plain import Plain, PlainStep
 from zeroshard.verification.result import FirstDifference
 from zeroshard.verification.sketch import distance, ratio, sketch
 from zeroshard.verification.watch import ModuleCall, Place
+from zeroshard.verification.whole_batch import of_whole_batch
 
 WEIGHTS = dict[str, Tensor]
 
@@ -37,7 +38,8 @@ class Bisection:
     """
 
     def __init__(self, side: Side, plain: Plain) -> None:
-        self.side, self.plain, self.table = side, plain, ErrorTable(side.job.tolerance)
+        coarse = dict.fromkeys(("gradients", "gradient norm"), side.job.gradient_tolerance)
+        self.side, self.plain, self.table = side, plain, ErrorTable(side.job.tolerance, coarse)
         self._history: list[tuple[int, WEIGHTS]] = []
         self._label = {share.name: share.flat for step in side.records[:1] for _, share in side.shares(0)}
 
@@ -57,6 +59,24 @@ class Bisection:
                 return self._weight(-1, "initial weights", name, error, self._of_weight(-1, name, wanted))
         self._history.append((-1, wanted))
         return self._copies(-1)
+
+    def whole_batches(self, plain: Plain) -> tuple[FirstDifference | None, str]:
+        """The first step whose parts' mean is not the loss of its whole batch; and a remark on rows that act on others.
+
+        Args:
+            plain: with the initial weights.
+        """
+        note = ""
+        for step in range(self.side.job.steps if self.side.job.parts > 1 else 0):
+            whole = of_whole_batch(plain, step)
+            if whole is None or (not whole.equal and whole.weights is None):
+                note = note or ("" if whole is None else whole.note)
+                continue
+            self.table.others["whole batch"] = whole.tolerance
+            if not self.table.enter("whole batch", f"step {step}", whole.error):
+                where = "gradient of the mean over parts"
+                return FirstDifference(step, "whole batch", self._loss_name, where, whole.error, whole.cause), note
+        return None, note
 
     def _step(self, step: int) -> FirstDifference | None:
         side, plain = self.side, self.plain
@@ -92,7 +112,7 @@ class Bisection:
         cause = cause or self._of_bias(path, mine, theirs) or Cause("its inputs and weights agree, its output differs")
         others = len({other[1] for other in found}) - 1
         return FirstDifference(
-            step, "forward", cause.module or path or self._whole, where, error, cause.text, cause.collective, others
+            step, "forward", cause.module or self._shown(path), where, error, cause.text, cause.collective, others
         )
 
     def _of_weights_seen(self, path: str, mine: SeenCalls, theirs: ModuleCall) -> Cause | None:
@@ -124,9 +144,9 @@ class Bisection:
         ]
         senders = [p for p in earlier if seen[p].rank != mine.rank]
         if senders and seen[earlier[-1]].rank != mine.rank:
-            before = senders[-1][0]
+            before = self._shown(senders[-1][0])
             return Cause(f"its input is not what {before} returned", f"{Purpose.SEND_ACTIVATIONS} after {before}")
-        before = earlier[-1][0] if earlier else "the batch"
+        before = self._shown(earlier[-1][0]) if earlier else "the batch"
         return Cause(f"its input differs, in code between it and {before}")
 
     def _of_bias(self, path: str, mine: SeenCalls, theirs: ModuleCall) -> Cause | None:
@@ -187,13 +207,14 @@ class Bisection:
             for place, mine, call in sorted(both, key=lambda item: -item[2].ended):
                 for k, gradient in call.gradients.items():
                     if mine.error(gradient_of(k), gradient, factor) > 32 * self.table.tolerance:
-                        where = f"the gradient of {place[0]}'s output"
+                        module = self._shown(place[0])
+                        where = f"the gradient of {module}'s output"
                         if mine.sums_to(gradient_of(k), gradient, factor):
                             text = (
                                 f"{where} is a part on each rank: its sum over the ranks that split layers is missing"
                             )
-                            return Cause(text, Purpose.SUM_ACTIVATIONS, place[0])
-                        return Cause(f"{where} differs in {name_parts([part], self._m)}", None, place[0])
+                            return Cause(text, Purpose.SUM_ACTIVATIONS, module)
+                        return Cause(f"{where} differs in {name_parts([part], self._m)}", None, module)
         return None
 
     def _backward_order(self, wanted: PlainStep) -> dict[str, int]:
@@ -211,7 +232,7 @@ class Bisection:
             error = abs(norm - wanted.norm) / max(wanted.norm, 1e-30) if wanted.norm else abs(norm)
             if not self.table.enter("gradient norm", f"rank {record.rank}", error):
                 cause, name = causes.of_norm(self.side, step, norm)
-                module = name.rpartition(".")[0] or self._whole
+                module = self._shown(name.rpartition(".")[0])
                 shown = f"{found:.6g}, should be {wanted.norm:.6g}"
                 return FirstDifference(step, "gradient norm", module, shown, error, cause.text, cause.collective)
         return None
@@ -259,12 +280,16 @@ class Bisection:
     def _difference(
         self, step: int, what: str, name: str, error: float, cause: Cause, others: int = 0
     ) -> FirstDifference:
-        module = cause.module or name.rpartition(".")[0] or self._whole
+        module = cause.module or self._shown(name.rpartition(".")[0])
         return FirstDifference(step, what, module, name, error, cause.text, cause.collective, others)
 
     @property
     def _m(self) -> int:
         return self.side.job.plan.microbatches
+
+    def _shown(self, path: str) -> str:
+        """A module as a report names it."""
+        return path or self._whole
 
     @property
     def _whole(self) -> str:

@@ -38,7 +38,7 @@ def of_gradient(side: Side, plain: Plain, step: int, name: str) -> Cause | None:
     job, wanted = side.job, plain.trained[name]
     found = side.gradients(step, plain.trained)[name]
     shares = [(rank, share) for rank, share in side.shares(step) if share.name == name]
-    reduction = _collective(Purpose.REDUCE_GRADIENTS, shares)
+    reduction = _collective(Purpose.REDUCE_GRADIENTS, shares) if job.data_ranks > 1 else None
     if not shares or bool(found.isnan().any() and not wanted.isnan().any()):
         return Cause("parts of the gradient are on no rank", reduction)
     pieces = plain.contributions(step, name)
@@ -156,9 +156,9 @@ def of_slices(
     """Whether some ranks' slices alone are wrong, and whether they hold the values of another slice."""
     wrong = []
     for rank, share in shares:
-        if relative(torch.from_numpy(share.values), share.same_of(wanted)) > job.tolerance * 8:
+        if relative(torch.from_numpy(share.values), share.same_of(wanted)) > job.gradient_tolerance * 8:
             wrong.append((rank, share))
-    if not wrong or len(wrong) == len(shares) > 1:
+    if not wrong or len(wrong) == len(shares):
         exchanged = _exchanged(shares, wanted, job)
         return Cause(exchanged, collective) if exchanged else None
     ranks = sorted({rank for rank, _ in wrong})
@@ -171,7 +171,7 @@ def _exchanged(shares: Sequence[tuple[int, SeenShare]], wanted: Tensor, job: Ver
         values = torch.from_numpy(share.values)
         there = theirs.same_of(wanted)[: values.numel()]
         alike = share.boxes != theirs.boxes and there.numel() == values.numel()
-        if alike and relative(values, there) <= job.tolerance * 8:
+        if alike and relative(values, there) <= job.gradient_tolerance * 8:
             return f"the slices of ranks {rank} and {other} are exchanged"
     return None
 
@@ -259,5 +259,4 @@ def _are_copies(job: VerificationJob, data_ranks: set[int]) -> bool:
 
 
 def _collective(purpose: Purpose, shares: Sequence[tuple[int, SeenShare]]) -> str | None:
-    ranks = {rank for rank, _ in shares}
-    return f"{purpose} of {shares[0][1].flat}" if shares and len(ranks) >= 1 else None
+    return f"{purpose} of {shares[0][1].flat}" if shares else None

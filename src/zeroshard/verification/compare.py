@@ -24,7 +24,10 @@ from zeroshard.verification.watch import ModuleCall, Place
 
 Worst = tuple[float, str]  # relative error, and the name of what has it
 SUMMED = 1e-3  # relative error up to which tensors add up to another
-NAMES = ("initial weights", "module outputs", "losses", "gradients", "gradient norm", "updates", "buffers", "copies")
+NAMES = (
+    *("whole batch", "initial weights", "module outputs", "losses", "gradients", "gradient norm", "updates"),
+    *("buffers", "copies"),
+)
 
 
 class ErrorTable:
@@ -32,22 +35,27 @@ class ErrorTable:
 
     Attributes:
         tolerance: the relative error up to which values count as equal.
+        others: the tolerances of some kinds, where they are others.
     """
 
-    def __init__(self, tolerance: float) -> None:
-        self.tolerance = tolerance
+    def __init__(self, tolerance: float, others: dict[str, float]) -> None:
+        self.tolerance, self.others = tolerance, others
         self._rows: dict[str, tuple[int, Worst]] = {}
 
     def enter(self, what: str, where: str, error: float) -> bool:
         """Enter a comparison; whether the values count as equal."""
         count, worst = self._rows.get(what, (0, (0.0, "")))
         self._rows[what] = count + 1, max(worst, (error, where))
-        return error <= self.tolerance
+        return error <= self.of(what)
+
+    def of(self, what: str) -> float:
+        """The tolerance of a kind."""
+        return self.others.get(what, self.tolerance)
 
     def rows(self) -> tuple[Compared, ...]:
         """The lines, in the order of a step."""
         found = sorted(self._rows.items(), key=lambda item: NAMES.index(item[0]))
-        return tuple(Compared(what, count, *worst, self.tolerance) for what, (count, worst) in found)
+        return tuple(Compared(what, count, *worst, self.of(what)) for what, (count, worst) in found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from zeroshard.activations.policy import LOSSY
 from zeroshard.engine.policies import data_ranks_of, together_of
 from zeroshard.errors import BatchError, ModelError
 from zeroshard.plan import Plan
@@ -16,6 +17,9 @@ from zeroshard.plan import Plan
 OptimizerOf = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 LossOf = Callable[[Any, Any], Any]
 TOLERANCES = {"fp32": 2.0**-15, "fp16": 2.0**-5, "bf16": 2.0**-3}  # relative to the norm of what is compared
+CODES = {  # the same for gradients, by the code of saved tensors: of unlike values in blocks, rounded to 2 to 16 bits
+    **{"fp16": 2.0**-7, "fp10": 2.0**-2, "fp8": 2.0**-1, "e4m3": 2.0**-2, "int8": 2.0**-4, "int4": 1.0, "int2": 4.0},
+}
 FLOOR = 2.0**-5  # of the root mean square of all gradients: below, rounding of larger summands is what is left
 
 
@@ -107,9 +111,15 @@ class VerificationJob:
         ends = [rows * k // m for k in range(m + 1)]
         return [(rows_between(own, a, b), (b - a) / rows / self.data_ranks) for a, b in pairwise(ends)]
 
+    @property
+    def gradient_tolerance(self) -> float:
+        """The same for gradients, which codes of saved tensors round and a forward does not see."""
+        return max([self.tolerance, *(CODES[code] for code in self.plan.saving.compress if code in CODES)])
+
     def exact(self) -> "VerificationJob":
-        """The same in fp32, on the wire and in the optimizer's states too, so that differences are no rounding."""
-        settings = {"precision": "fp32", "reduce_dtype": None, "offload.moments": "fp32"}
+        """The same without rounding: in fp32, on the wire, in the optimizer's states and in saved tensors too."""
+        kept = tuple(code for code in self.plan.saving.compress if code not in LOSSY)
+        settings = {"precision": "fp32", "reduce_dtype": None, "offload.moments": "fp32", "activations.compress": kept}
         return replace(self, plan=self.plan.with_settings(settings))
 
 

@@ -12,8 +12,9 @@ from torch.utils._pytree import tree_leaves
 from zeroshard.checkpoint.boxes import Box
 from zeroshard.comm.mesh import Mesh
 from zeroshard.engine import Engine
-from zeroshard.parts.batch import loss_in
+from zeroshard.parts.batch import loss_of
 from zeroshard.parts.gradient_shares import GradientShare
+from zeroshard.parts.losses import Loss
 from zeroshard.verification.job import VerificationJob
 from zeroshard.verification.sketch import Sketch, sketch
 from zeroshard.verification.watch import ModuleCall, Place, Watch
@@ -90,12 +91,11 @@ def observe(mesh: Mesh, job: VerificationJob) -> RankRecord:
     watches: list[Watch] = []  # none before the engine is made, which may run the model
 
     def loss(output: Any, batch: Any) -> Any:
-        value = loss_in(output) if job.loss is None else job.loss(output, batch)
-        number = value[0] if isinstance(value, (tuple, list)) else value
+        found = loss_of(model, output, batch) if job.loss is None else Loss.of(job.loss(output, batch))
         now = watches[0].now if watches else None
-        if now is not None and isinstance(number, Tensor) and not number.is_meta:
-            losses.setdefault(now, float(number.detach()))
-        return value
+        if now is not None and isinstance(found.value, Tensor) and not found.value.is_meta:
+            losses.setdefault(now, float(found.value.detach()))
+        return found
 
     engine = Engine(
         model, job.optimizer, job.plan, mesh=mesh, loss=loss, example=job.microbatches(0, 0)[0][0]

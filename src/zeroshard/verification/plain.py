@@ -1,8 +1,8 @@
 """The plain loop: the same training run in one process, as its definition says it.
 
-Nothing of the engine is used, but for its Adam on CPUs, so that updates differ by gradients alone. A step is a forward
-and a backward of each microbatch of each data rank, one after the other; their losses are averaged by rows, or added
-and divided by the counts where the loss is (sum, count).
+Nothing of the engine is used, but for its Adam on CPUs, so that updates differ by gradients alone, and its reading of a
+loss. A step is a forward and a backward of each microbatch of each data rank, one after the other; their losses are
+averaged by rows, or added and divided by the counts where the loss is (sum, count).
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,9 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from zeroshard.errors import BatchError, ModelError
+from zeroshard.errors import ModelError
 from zeroshard.optim import fast_on_cpus
+from zeroshard.parts.batch import loss_of
+from zeroshard.parts.losses import Loss
 from zeroshard.verification.job import VerificationJob, called_with
+from zeroshard.verification.model_state import ModelState
 from zeroshard.verification.watch import ModuleCall, Place, Watch
 
 Tensors = dict[str, Tensor]
@@ -42,7 +45,7 @@ class PlainStep:
 
 
 class Plain:
-    """The model of the plain loop, its optimizer, and for each data rank its own buffers.
+    """The model of the plain loop, its optimizer, and for each data rank its own buffers and counters.
 
     Args:
         start: the initial values of a model that was made on the meta device.
@@ -62,7 +65,7 @@ class Plain:
             parameter.requires_grad_(parameter.requires_grad and id(parameter) in taken)
         self.watch = Watch(self.model, lambda arguments: self._part)
         self._part: int | None = None
-        self._buffers = [_copies(dict(self.model.named_buffers())) for _ in range(job.data_ranks)]
+        self._states = [ModelState.of(self.model) for _ in range(job.data_ranks)]
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
@@ -73,24 +76,22 @@ class Plain:
         """Copies of all parameters, tied ones under each of their names."""
         return _copies(dict(self.model.named_parameters(remove_duplicate=False)))
 
-    def buffers(self, data_rank: int = 0) -> Tensors:
+    def buffers(self, data_rank: int = 0) -> Mapping[str, Tensor]:
         """The buffers of a data rank, by name."""
-        return self._buffers[data_rank]
+        return self._states[data_rank].buffers
 
     def step(self, number: int) -> PlainStep:
         """Forwards and backwards of a step; the weights stay as they are."""
         self.model.zero_grad(set_to_none=True)
         losses: list[tuple[float, float]] = []
-        shares: list[float] = []
         total, count = 0.0, self._count(number)
         with self.watch.step() as calls:
             for part, batch, share in self._parts(number):
-                loss, items = self._loss(part, batch)
+                loss = self._loss(part, batch)
                 weight = share if count is None else 1.0 / max(count, 1.0)
-                (loss * weight).backward()
-                losses.append((loss.item(), items))
-                shares.append(weight)
-                total += loss.item() * weight
+                (loss.value * weight).backward()
+                losses.append((loss.value.item(), 1.0 if loss.items is None else float(loss.items)))
+                total += loss.value.item() * weight
         gradients = {name: None if p.grad is None else p.grad.detach().clone() for name, p in self.trained.items()}
         squares = sum(float(g.double().square().sum()) for g in gradients.values() if g is not None)
         self._part = None
@@ -107,14 +108,14 @@ class Plain:
 
     def contributions(self, number: int, name: str) -> list[Tensor]:
         """The contribution of each part to the gradient of a parameter in a step, weighted as in `step`."""
-        kept, count, found = [_copies(each) for each in self._buffers], self._count(number), []
+        kept, count, found = list(self._states), self._count(number), []
         parameter = self.trained[name]
         for part, batch, share in self._parts(number):
-            loss, _ = self._loss(part, batch)
+            loss = self._loss(part, batch).value
             weight = share if count is None else 1.0 / max(count, 1.0)
             (gradient,) = torch.autograd.grad(loss * weight, [parameter], allow_unused=True)
             found.append(torch.zeros_like(parameter) if gradient is None else gradient.detach())
-        self._buffers, self._part = kept, None
+        self._states, self._part = kept, None
         return found
 
     def by_use(self, number: int, name: str) -> Tensors:
@@ -126,96 +127,93 @@ class Plain:
             for attribute, value in module._parameters.items()
             if value is parameter
         ]
-        found, kept, count = {}, [_copies(each) for each in self._buffers], self._count(number)
+        found, kept, count = {}, list(self._states), self._count(number)
         for path, module, attribute in sites if len(sites) > 1 else []:
             own = module._parameters[attribute] = nn.Parameter(parameter.detach().clone())
             total = torch.zeros_like(own)
             for part, batch, share in self._parts(number):
-                loss, _ = self._loss(part, batch)
+                loss = self._loss(part, batch).value
                 weight = share if count is None else 1.0 / max(count, 1.0)
                 (gradient,) = torch.autograd.grad(loss * weight, [own], allow_unused=True)
                 total += 0.0 if gradient is None else gradient
             module._parameters[attribute] = parameter
             found[f"{path}.{attribute}"] = total.detach()
-        self._buffers, self._part = kept, None
+        self._states, self._part = kept, None
         return found
 
-    def whole_loss(self, number: int) -> float | None:
-        """The loss of a step's whole batch in one forward, of which buffers learn nothing; None if it cannot be run."""
-        whole, kept = [self.job.rank_batch(number, d) for d in range(self.job.data_ranks)], _copies(self._buffers[0])
+    def whole(self, number: int) -> Any:
+        """The whole batch of a step, of all data ranks."""
+        whole = [self.job.rank_batch(number, d) for d in range(self.job.data_ranks)]
         leaves, spec = [tree_flatten(each)[0] for each in whole], tree_flatten(whole[0])[1]
         joined = [torch.cat(same) if isinstance(same[0], Tensor) else same[0] for same in zip(*leaves, strict=True)]
-        batch = tree_unflatten(joined, spec)
-        self._part = None
-        try:
-            with torch.no_grad():
-                loss, count = self._value(called_with(self.model, batch), batch)
-        except RuntimeError:
-            return None  # a model for one size of batches
-        finally:
-            self._restore(kept)
-        return float(loss) / count
+        return tree_unflatten(joined, spec)
 
-    def is_random(self) -> bool:
-        """Whether a forward draws random numbers: two of the same microbatch differ."""
-        kept, found = _copies(self._buffers[0]), []
+    def alone(self, batch: Any) -> Loss:
+        """The loss of a batch from the buffers and counters of data rank 0, which learn nothing."""
         self._part = None
-        batch = self.job.microbatches(0, 0)[0][0]
-        for seed in (1, 2):
+        self._states[0].restore(self.model)
+        try:
+            return self._value(called_with(self.model, batch), batch)
+        finally:
+            self._states[0].restore(self.model)
+
+    def refuse_unlike_calls(self) -> None:
+        """Refuse a model of which two forwards of the same rows differ, so that no two runs can be compared.
+
+        Raises:
+            ModelError: it draws random numbers, or its calls change what this loop cannot put back.
+        """
+        batch, found = self.job.microbatches(0, 0)[0][0], []
+        for seed in (1, 1, 2):
             torch.manual_seed(seed)
-            self._restore(kept)
             with torch.no_grad():
-                found.append(float(self._value(called_with(self.model, batch), batch)[0]))
-        self._restore(kept)
-        return found[0] != found[1]
+                found.append(float(self.alone(batch).value))
+        if found[0] != found[1]:
+            raise ModelError(
+                "Two forwards of the same rows with the same random numbers differ: the model's calls change something "
+                "that is neither a buffer nor a number, text or tensor in an attribute of its modules (a global "
+                "variable, an object of another class, a generator of its own), which no other process can begin with. "
+                "Make it a buffer, or leave it out for the verification."
+            )
+        if found[1] != found[2]:
+            raise ModelError(
+                "The model draws random numbers in training (dropout, noise): two forwards of the same rows differ, so "
+                "no two runs can be compared. Set its dropout to 0 for the verification."
+            )
 
     def _parts(self, number: int) -> Iterator[tuple[int, Any, float]]:
-        """(number, microbatch, share of the rows) of each part, with its data rank's buffers in the model."""
+        """(number, microbatch, share of the rows) of each part, with its data rank's state in the model."""
         part = 0
         for data_rank in range(self.job.data_ranks):
-            self._restore(self._buffers[data_rank])
+            self._states[data_rank].restore(self.model)
             for batch, share in self.job.microbatches(number, data_rank):
                 yield part, batch, share
                 part += 1
-            self._buffers[data_rank] = _copies(dict(self.model.named_buffers()))
+            self._states[data_rank] = ModelState.of(self.model)
 
     def _count(self, number: int) -> float | None:
         """The count of a step, where the loss is given by (sum, count)."""
-        if self.job.loss is None:
-            return None
-        kept, total = [_copies(each) for each in self._buffers], 0.0
+        kept, total = list(self._states), 0.0
         for _, batch, _ in self._parts(number):
             self._part = None
             with torch.no_grad():
-                output = self.job.loss(called_with(self.model, batch), batch)
-            if not isinstance(output, (tuple, list)):
+                loss = self._value(called_with(self.model, batch), batch)
+            if loss.items is None:
                 total = -1.0
                 break
-            total += float(output[1])
-        self._buffers = kept
+            total += float(loss.items)
+        self._states = kept
         return None if total < 0 else total
 
-    def _loss(self, part: int, batch: Any) -> tuple[Tensor, float]:
+    def _loss(self, part: int, batch: Any) -> Loss:
         self._part = part
         return self._value(called_with(self.model, batch), batch)
 
-    def _value(self, output: Any, batch: Any) -> tuple[Tensor, float]:
-        """A loss and its count; 1 where it is a mean."""
+    def _value(self, output: Any, batch: Any) -> Loss:
+        """A mean, or a sum and its count."""
         if self.job.loss is not None:
-            loss = self.job.loss(output, batch)
-            return (loss[0], float(loss[1])) if isinstance(loss, (tuple, list)) else (loss, 1.0)
-        entry = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
-        if not isinstance(entry, Tensor) or entry.numel() != 1:
-            raise BatchError(
-                f"The model returned a {type(output).__name__} without a scalar loss. Return the loss, an object with "
-                f".loss, or give loss=function of (output, batch)."
-            )
-        return entry.reshape(()), 1.0
-
-    def _restore(self, values: Mapping[str, Tensor]) -> None:
-        with torch.no_grad():
-            for name, buffer in self.model.named_buffers():
-                buffer.copy_(values[name])
+            return Loss.of(self.job.loss(output, batch))
+        return loss_of(self.model, output, batch)
 
 
 @contextmanager

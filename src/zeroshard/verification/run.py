@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from zeroshard.errors import ModelError, PlanError, ZeroshardError
+from zeroshard.parts.settings import flat
 from zeroshard.plan import Plan
 from zeroshard.verification.bisect import Bisection
 from zeroshard.verification.compare import Side, tensors
@@ -58,12 +59,12 @@ def verify(
         optimizer: of the parameters; AdamW by default.
         loss: of (output, microbatch): a mean over its rows, or (sum, count); by default the output or its loss.
         ranks: how many; by default two for each stage, or two shard groups.
-        exact: compute in fp32 throughout, whatever dtypes the plan names, so that differences are no rounding;
-            otherwise as the plan says, with tolerances of its dtypes.
+        exact: compute in fp32 throughout, whatever dtypes and codes the plan names, so that differences are no
+            rounding; otherwise as the plan says, with tolerances of its dtypes and codes.
 
     Raises:
         PlanError: a plan whose run is not that of a plain loop by design.
-        ModelError, BatchError: a model that draws random numbers, or a batch that does not divide.
+        ModelError, BatchError: a model of which two forwards of the same rows differ, or a batch that does not divide.
         ZeroshardError: what the engine refuses.
     """
     began = time.monotonic()
@@ -85,7 +86,9 @@ def verify(
         raise ModelError("Only for causal language models of Hugging Face a batch is known; give batch=...")
     if batch is None:
         job = replace(job, batch=token_batch(small.vocab_size, ROWS * job.parts))
-    (found,) = verify_jobs([job.exact() if exact else job])
+    made = job.exact() if exact else job
+    notes += left_out(plan, made.plan)
+    (found,) = verify_jobs([made])
     if isinstance(found, Exception):
         raise found
     seconds = time.monotonic() - began
@@ -104,6 +107,13 @@ def verify_jobs(jobs: Sequence[VerificationJob]) -> list[Verification | Zeroshar
         found if isinstance(found, Exception) else compared(job, found)
         for job, found in zip(jobs, run_ranks(jobs), strict=True)
     ]
+
+
+def left_out(before: Plan, after: Plan) -> list[str]:
+    """A note on the settings of a plan that another does not have, if there are any."""
+    given, kept = (dict(flat(plan.as_dict())) for plan in (before, after))
+    changed = ", ".join(f"{name}={value!r}" for name, value in given.items() if kept[name] != value)
+    return [f"compared without what rounds: {changed}"] if changed else []
 
 
 def check_job(job: VerificationJob) -> None:
@@ -126,31 +136,21 @@ def compared(job: VerificationJob, records: Sequence[RankRecord]) -> Verificatio
     """The verdict on what all ranks saw.
 
     Raises:
-        ModelError: the model draws random numbers.
+        ModelError: two forwards of the same rows differ.
     """
     began = time.monotonic()
     with one_thread():
         side = Side(job, records)
         plain = Plain(job, tensors(records[0].start))
-        if plain.is_random():
-            raise ModelError(
-                "The model draws random numbers in training (dropout, noise): two forwards of the same rows differ, so "
-                "no two runs can be compared. Set its dropout to 0 for the verification."
-            )
-        notes = []
-        whole, parts = plain.whole_loss(0), plain.step(0).loss
-        if whole is not None and abs(whole - parts) > 8 * job.tolerance * max(abs(whole), 1e-12):
-            notes.append(
-                f"the mean of {job.parts} parts' losses is {parts:.6g} and the loss of the whole batch {whole:.6g}: "
-                f"parts count alike although they hold unlike numbers of tokens, or the model mixes rows"
-            )
+        plain.refuse_unlike_calls()
         bisection = Bisection(side, Plain(job, tensors(records[0].start)))
         first = bisection.run()
+        apart, note = bisection.whole_batches(plain)
     return Verification(
         f"{type(plain.model).__name__}, {sum(p.numel() for p in plain.model.parameters()):,} parameters, under "
         f"{job.plan!r} on {job.ranks} rank{'s' * (job.ranks > 1)}, {job.steps} steps",
-        first,
+        first or apart,
         bisection.table.rows(),
-        tuple(notes),
+        (note,) if note else (),
         time.monotonic() - began,
     )
