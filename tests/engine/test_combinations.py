@@ -324,7 +324,8 @@ def test_messages_take_no_shared_memory(pool: Pool) -> None:
 def test_groups_that_do_not_divide_a_stage_are_refused(pool: Pool) -> None:
     for error in pool.run(refused, 4, zs.Plan.from_dict({**TWO, "zero": 1, "shard_group": 3})):
         assert error == (
-            "2 ranks of a stage do not divide into groups of shard_group=3; start a multiple of 3 ranks of a stage."
+            "4 ranks do not divide among pipeline_parallel=2 times shard_group=3; start a multiple of 6 ranks, or set "
+            "shard_group to 2."
         )
 
 

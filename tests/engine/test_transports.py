@@ -230,7 +230,7 @@ def uneven(mesh: zs.Mesh) -> str:
 
 def test_ranks_that_do_not_divide_into_groups(pool: Pool) -> None:
     for words in pool.run(uneven, 3):
-        assert "3 ranks do not divide into groups of shard_group=2; start a multiple of 2" in words
+        assert "3 ranks do not divide among shard_group=2; start a multiple of 2" in words
 
 
 def one_step(mesh: zs.Mesh, settings: dict[str, Any]) -> zs.Engine:

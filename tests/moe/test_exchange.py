@@ -183,7 +183,7 @@ class Scaled(nn.Module):
     [
         (3, {"expert_parallel": 3}, "two experts", "is more than the 2 experts of '0'.*tensor_parallel"),
         (2, {"expert_parallel": 2}, "dense", "Linear has none.*zs.moe.MoE"),
-        (3, {"expert_parallel": 2}, "two experts", "3 ranks of a stage do not divide into groups of expert_parallel=2"),
+        (3, {"expert_parallel": 2}, "two experts", "3 ranks do not divide among expert_parallel=2"),
         (2, {"expert_parallel": 2}, "scalars", "'scale' of the experts of '0' is a scalar"),
     ],
 )  # fmt: skip

@@ -64,10 +64,18 @@ def refused(mesh: zs.Mesh, plan: tuple[tuple[str, Any], ...]) -> str:
 @pytest.mark.parametrize(
     "ranks, plan, words",
     [
-        (3, (("tensor_parallel", 2),), "3 ranks of a stage do not divide .*tensor_parallel=2; start a multiple of 2"),
-        (2, (("tensor_parallel", 4),), "2 ranks of a stage do not divide .*tensor_parallel=4; .* a divisor of 2"),
-        (4, (("tensor_parallel", 4), *STAGED), "2 ranks of a stage do not divide .*tensor_parallel=4"),
-        (4, (("tensor_parallel", 2), ("shard_group", 4)), "2 ranks do not divide .*shard_group=4"),
+        (3, (("tensor_parallel", 2),), "3 ranks do not divide among tensor_parallel=2; start a multiple of 2"),
+        (2, (("tensor_parallel", 4),), "2 ranks do not divide among tensor_parallel=4; .* set tensor_parallel to 2"),
+        (
+            4,
+            (("tensor_parallel", 4), *STAGED),
+            "4 ranks do not divide among pipeline_parallel=2 times tensor_parallel=4",
+        ),
+        (
+            4,
+            (("tensor_parallel", 2), ("shard_group", 4)),
+            "4 ranks do not divide among tensor_parallel=2 times shard_group=4; start a multiple of 8",
+        ),
     ],
 )
 def test_ranks_that_do_not_divide(pool: Pool, ranks: int, plan: tuple[Any, ...], words: str) -> None:

@@ -10,6 +10,7 @@ from zeroshard.activations.make import Means, keeper_of, recomputation_of
 from zeroshard.activations.partition import CheckpointPartition
 from zeroshard.activations.recomputation import Recomputation
 from zeroshard.activations.surroundings import Surroundings
+from zeroshard.checks.division import check_ranks
 from zeroshard.comm.collectives import Comm
 from zeroshard.engine.forward import Forward
 from zeroshard.moe.step_end import MixtureSteps
@@ -65,7 +66,12 @@ def step_ends_of(
 
 
 def cut_of(plan: Plan, techniques: Sequence[Technique], ranks: int) -> Cut:
-    """How a plan cuts a model into stages over so many ranks."""
+    """How a plan cuts a model into stages over so many ranks.
+
+    Raises:
+        PlanError: the ranks do not divide.
+    """
+    check_ranks(plan, ranks)
     replicas = plan.pipeline.replicas or (1,) * plan.pipeline.stages
     together = ranks_together(techniques, ranks * replicas[0] // sum(replicas))
     schedule = partial(plan.pipeline_schedule, together=together)
