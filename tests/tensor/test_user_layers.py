@@ -233,7 +233,7 @@ def test_a_split_that_changes_what_is_computed_is_refused(make: Any, layers: dic
         ("llama", {"num_attention_heads": 8}, 3, r"has 8 attention heads and 2 key-value heads, and tensor_parallel=3"),
         ("llama", {"num_attention_heads": 12, "hidden_size": 48, "num_key_value_heads": 3}, 2,
          r"12 attention heads and 3 key-value heads, and tensor_parallel=2 neither divides the key-value heads nor is "
-         r"a multiple of them. Set tensor_parallel to 3, 6, 12"),
+         r"a multiple of them. Set tensor_parallel to one of 3, 6, 12"),
         ("llama", {"intermediate_size": 50}, 4,
          r"'model.layers.0.mlp' has 50 inner features, and tensor_parallel=4 does not divide them. Set "
          r"tensor_parallel to one of 2, 5, 10, 25, 50, or leave it whole: "
@@ -301,3 +301,14 @@ def test_a_norm_over_all_heads_that_a_models_plan_gathers() -> None:
     assert rows["model.layers.*.self_attn.q_proj"].style is Style.WHOLE
     assert "attention of Olmo2Attention: its forward" in rows["model.layers.*.self_attn.q_proj"].reason
     assert rows["model.layers.*.mlp.up_proj"].style is Style.COLUMN
+
+
+def test_all_numbers_that_do_not_divide_are_named_at_once() -> None:
+    message = (
+        r"'model.layers.0.self_attn' \(LlamaAttention\) has 4 attention heads and 2 key-value heads and "
+        r"'model.layers.0.mlp' has 50 inner features, and tensor_parallel=3 divides neither. Set tensor_parallel to 2, "
+        r"or leave them whole: TensorParallel\(3, layers={'model.layers.\*.self_attn': 'whole', "
+        r"'model.layers.\*.mlp': 'whole'}\)."
+    )
+    with pytest.raises(PlanError, match=message):
+        find(family("llama", num_attention_heads=4, intermediate_size=50), 3, TensorParallel(3))

@@ -15,9 +15,9 @@ from typing import Any
 
 from torch import nn
 
-from zeroshard.errors import PlanError
+from zeroshard.tensor.divisible import DoesNotDivide
 from zeroshard.tensor.found import Segment
-from zeroshard.tensor.layout import CannotSplit, SplitLayout, every, last_part
+from zeroshard.tensor.layout import CannotSplit, SplitLayout, last_part
 from zeroshard.tensor.linear import LinearFeatures, class_path, linear_features
 
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "nhead", "num_query_heads", "n_q_heads")
@@ -117,7 +117,7 @@ def attention_layouts(
 
     Raises:
         CannotSplit: what the module does is not known.
-        PlanError: the ranks do not divide the heads.
+        DoesNotDivide: the ranks do not divide the heads.
     """
     name = columns[0].rpartition(".")[0]
     module: Any = modules[name]
@@ -150,7 +150,7 @@ def check_heads(name: str, kind: str, counts: HeadCounts, ranks: int) -> None:
     """Refuse heads that do not divide.
 
     Raises:
-        PlanError: naming the module, the numbers and those that work.
+        DoesNotDivide: they do not.
     """
     heads, kv_heads = counts.heads, counts.kv_heads
     if heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0):
@@ -158,11 +158,7 @@ def check_heads(name: str, kind: str, counts: HeadCounts, ranks: int) -> None:
     fine = [t for t in range(2, heads + 1) if heads % t == 0 and (kv_heads % t == 0 or t % kv_heads == 0)]
     what = f"{heads} attention heads" + (f" and {kv_heads} key-value heads" if kv_heads != heads else "")
     why = "does not divide them" if heads % ranks else "neither divides the key-value heads nor is a multiple of them"
-    raise PlanError(
-        f"{name!r} ({kind}) has {what}, and tensor_parallel={ranks} {why}. Set tensor_parallel to "
-        f"{', '.join(map(str, fine)) or '1'}, or leave attention whole: TensorParallel({ranks}, "
-        f"layers={{{every(name)!r}: 'whole'}})."
-    )
+    raise DoesNotDivide(name, f"{name!r} ({kind}) has {what}", why, fine, "attention")
 
 
 def _check_arguments(module: Any) -> None:

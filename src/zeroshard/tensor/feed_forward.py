@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from torch import nn
 
-from zeroshard.errors import PlanError
+from zeroshard.tensor.divisible import DoesNotDivide
 from zeroshard.tensor.found import Segment
-from zeroshard.tensor.layout import CannotSplit, SplitLayout, every
+from zeroshard.tensor.layout import CannotSplit, SplitLayout
 from zeroshard.tensor.linear import class_path, linear_features
 
 UP = (
@@ -28,7 +28,7 @@ def feed_forward_layouts(
 
     Raises:
         CannotSplit: the layers do not fit together.
-        PlanError: the ranks do not divide the inner features.
+        DoesNotDivide: the ranks do not divide the inner features.
     """
     features = {path: linear_features(modules[path]) for path in (*columns, row)}
     made = {path: found.outputs for path, found in features.items() if found is not None}
@@ -41,11 +41,7 @@ def feed_forward_layouts(
         raise CannotSplit(f"it makes {outputs} features, and its last layer reads {inner}")
     if inner % ranks:
         fine = [t for t in range(2, 65) if inner % t == 0]
-        raise PlanError(
-            f"{name!r} has {inner} inner features, and tensor_parallel={ranks} does not divide them. Set "
-            f"tensor_parallel to one of {', '.join(map(str, fine)) or '1'}, or leave it whole: TensorParallel({ranks}, "
-            f"layers={{{every(name)!r}: 'whole'}})."
-        )
+        raise DoesNotDivide(name, f"{name!r} has {inner} inner features", "does not divide them", fine, "it")
     reasons = dict.fromkeys((*columns, row), f"{inner // ranks} of {inner} inner features")
     holder = columns[0].rpartition(".")[0]
     unknown = tuple(

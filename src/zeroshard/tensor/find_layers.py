@@ -15,6 +15,7 @@ from torch import nn
 from zeroshard.errors import PlanError
 from zeroshard.parts.technique import CUT
 from zeroshard.tensor.attention import KNOWN_ORDERS, attention_layouts
+from zeroshard.tensor.divisible import DoesNotDivide, refusal
 from zeroshard.tensor.feed_forward import IN_PARTS, feed_forward_layouts
 from zeroshard.tensor.find_stacks import stacks_of, why_whole_sequences
 from zeroshard.tensor.find_vocabulary import find_vocabulary, known_vocabulary
@@ -67,6 +68,7 @@ class _Search:
         self._layers: dict[str, FoundLayer] = {}
         self._reasons: dict[str, str] = {}
         self._attentions: list[AttentionSizes] = []
+        self._indivisible: list[DoesNotDivide] = []
         self._verdicts: dict[Any, TrialVerdict] = {}
         self._holders: dict[nn.Parameter, str] = {}  # of parameters that are split
 
@@ -80,6 +82,8 @@ class _Search:
         outputs = {path for path in known if not isinstance(self._modules[path], nn.Embedding)}
         for group in self._groups(user, plan, outputs):
             self._split(group)
+        if self._indivisible:
+            raise refusal(self._indivisible, self._ranks)
         self._reasons |= reasons
         self._layers |= vocabulary
         self._holders = {p: path for path in self._layers for p in _own(self._modules[path])}
@@ -159,11 +163,11 @@ class _Search:
                     break
         except CannotSplit as error:
             reason = str(error)
-        except PlanError as error:
-            if group.source is Source.STRUCTURE and not self._in_blocks(group.row):
-                reason = str(error).partition(". Set")[0]
-            else:
-                raise
+        except DoesNotDivide as error:
+            if group.source is not Source.STRUCTURE or self._in_blocks(group.row):
+                self._indivisible.append(error)
+                return
+            reason = str(refusal([error], self._ranks)).partition(". Set")[0]
         if group.source is Source.USER:
             raise PlanError(
                 f"tensor_parallel.layers splits {group.holder!r} ({type(holder).__name__}), which cannot be split: "
