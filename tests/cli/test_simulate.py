@@ -129,8 +129,12 @@ def test_a_profile_is_cut_into_chunks_of_equal_time(capsys: pytest.CaptureFixtur
     assert "1.17 KiB" in table
 
 
-def test_files_are_written_here_unless_they_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    facts = simulated("", capsys)
+def test_files_are_written_where_an_option_asks_for_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulated("", capsys)["files"] == {}
+    main(["simulate"])
+    assert "add --svg FILE" in capsys.readouterr().out
+    assert list(Path().iterdir()) == []
+    facts = simulated("--out .", capsys)
     assert facts["files"] == {"svg": "timeline-1f1b.svg", "trace": "timeline-1f1b.json"}
     assert sorted(path.name for path in Path().iterdir()) == ["timeline-1f1b.json", "timeline-1f1b.svg"]
     assert ET.parse("timeline-1f1b.svg").getroot().tag.endswith("svg")
@@ -148,7 +152,7 @@ def test_only_the_named_files_are_written(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_the_table_has_a_line_per_rank(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["simulate", "--schedule", "pipedream", "--stages", "3"])
+    main(["simulate", "--schedule", "pipedream", "--stages", "3", "--svg", "timeline-pipedream.svg"])
     out = capsys.readouterr().out
     assert "pipedream: 3 stages, 8 microbatches" in out
     assert [line.split()[1] for line in out.splitlines() if line.startswith("│")] == ["0", "1", "2"]
@@ -157,7 +161,7 @@ def test_the_table_has_a_line_per_rank(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_all_schedules_in_one_picture(capsys: pytest.CaptureFixture[str]) -> None:
-    facts = simulated("--all", capsys)
+    facts = simulated("--all --out .", capsys)
     bubbles = {one["schedule"]: one["bubble_over_ideal"] for one in facts["schedules"]}
     assert list(bubbles) == ["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "pipedream", "2bw"]
     assert bubbles["1f1b"] == pytest.approx(2 * bubbles["interleaved"]) == pytest.approx(3 / 8)
@@ -173,10 +177,10 @@ def test_all_schedules_in_one_picture(capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.parametrize(
     "words, part",
     [
-        ("--schedule interleaved --virtual-stages 2 --microbatches 6", "make microbatches a multiple of 4"),
+        ("--schedule interleaved --virtual-stages 2 --microbatches 6", "make --microbatches a multiple of 4"),
         ("--schedule dualpipe", "no schedule 'dualpipe'"),
         ("--schedule gpip --steps 2", "no schedule 'gpip'"),
-        ("--virtual-stages 2", "use schedule='interleaved'"),
+        ("--virtual-stages 2", "use --schedule interleaved, or --virtual-stages 1"),
         ("--schedule interleaved --chunks 2", "no option --chunks here; use --virtual-stages 2."),
         ("--pipeline-parallel 4", "no option --pipeline-parallel here; use --stages 4."),
         ("--pp=4", "no option --pp here; use --stages 4."),
@@ -187,25 +191,30 @@ def test_all_schedules_in_one_picture(capsys: pytest.CaptureFixture[str]) -> Non
         ),
         ("--stages 0", "stages is 0; it must be 1 or more"),
         ("--stages -1", "stages is -1; it must be 1 or more"),
-        ("--virtual-stages 0", "virtual_stages is 0; it must be 1 or more"),
-        ("--microbatches 0", "microbatches is 0"),
-        ("--forward-ms -1", "forward_ms is -1.0"),
-        ("--backward-ms nan", "backward_ms is nan"),
-        ("--latency-us inf", "latency_us is inf"),
+        ("--virtual-stages 0", "--virtual-stages is 0; it must be 1 or more"),
+        ("--microbatches 0", "--microbatches is 0"),
+        ("--forward-ms -1", "--forward-ms is -1.0"),
+        ("--backward-ms nan", "--backward-ms is nan"),
+        ("--latency-us inf", "--latency-us is inf"),
         ("--link-gbps 0", "so no message would arrive"),
         ("--backward-ms 1 --input-gradient-ms 2", "no longer than the whole"),
         ("--backward-ms 4 --input-gradient-ms 1 --weight-gradient-ms 1", "1 and 1 ms and the whole 4 ms"),
         ("--replicas two", "replicas is 'two'"),
         ("--replicas 2,0", "each number must be 1 or more"),
-        ("--replicas 2,1 --stages 3", "for 2 stages and stages is 3"),
+        ("--replicas 2,1 --stages 3", "--replicas 2,1 is for 2 stages and --stages is 3"),
         ("--schedule gpipe --replicas 2,1", "equally many replicas"),
         ("--steps 2", "flushes after every step"),
         ("--schedule pipedream --steps 0", "steps is 0"),
         ("--schedule 2bw --vertical-sync", "no vertical sync"),
         ("--schedule 2bw --microbatches 3", "microbatches is 3"),
         ("--profile nowhere.json", "nowhere.json cannot be read"),
-        ("--profile nowhere.json --forward-ms 1", "forward_ms and profile"),
+        ("--profile nowhere.json --forward-ms 1", "--forward-ms 1.0 and --profile nowhere.json both give"),
         ("--svg nowhere/a.svg", "nowhere/a.svg cannot be written"),
+        ("--microbatches 1000000", "500,000 are simulated at most; set --microbatches to 62500 or less"),
+        ("--schedule pipedream --steps 999999999", "set --steps to"),
+        ("--schedule interleaved --virtual-stages 999999999", "set --virtual-stages to"),
+        ("--stages 999999999", "--stages 999999999 with --replicas 1 make 999,999,999 ranks, and 1,024 are simulated"),
+        ("--replicas 999999999", "1,024 are simulated at most"),
     ],
 )
 def test_what_does_not_fit_is_refused_in_a_sentence(words: str, part: str, capsys: pytest.CaptureFixture[str]) -> None:

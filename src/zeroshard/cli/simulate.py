@@ -31,6 +31,7 @@ from zeroshard.train.options import parse
 STAGES, FORWARD_MS, BACKWARD_MS = 4, 1.0, 2.0
 EACH = tuple(name for name in SCHEDULES if name != "pipedream-flush")  # which is 1f1b
 STEPS, STEPS_BESIDE_OTHERS = 4, 3  # of a stream, so that its steady state shows
+MOST, MOST_RANKS = 500_000, 1024  # forwards and backwards, and ranks, that take seconds to simulate
 FILE_COLUMNS = 120  # of the table where it is not shown on a terminal
 
 
@@ -81,13 +82,13 @@ class SimulateOptions:
     recompute: bool = False
     """Keep the inputs of chunks only, and run their forwards again before the backwards."""
     svg: Path | None = None
-    """Write the timeline to this file; without svg, png and trace, an SVG and a trace go to out."""
+    """Write the timeline to this file; without this and the next three, nothing is written."""
     png: Path | None = None
     """Write the timeline to this file."""
     trace: Path | None = None
     """Write the trace to this file, for ui.perfetto.dev or chrome://tracing."""
-    out: Path = Path()
-    """Folder of the files that svg, png and trace do not name."""
+    out: Path | None = None
+    """Write an SVG and a trace into this folder, if svg, png and trace name no files."""
     json: bool = False
     """Print JSON instead of tables."""
     all: bool = False
@@ -207,7 +208,8 @@ def run(argv: Sequence[str]) -> None:
     if not options.all:
         print(_summary(outcomes[0]))
     opened = {"trace": " (open it in ui.perfetto.dev)"}
-    print("\n".join(f"Wrote {path}{opened.get(kind, '')}" for kind, path in files.items()))
+    wrote = [f"Wrote {path}{opened.get(kind, '')}" for kind, path in files.items()]
+    print("\n".join(wrote or ["For its timeline add --svg FILE, --png FILE or --trace FILE, or --out DIR."]))
 
 
 @contextlib.contextmanager
@@ -237,7 +239,10 @@ def _check(options: SimulateOptions) -> None:
     by_hand = ("forward_ms", "backward_ms", "input_gradient_ms", "weight_gradient_ms", "boundary_mb")
     given = [name for name in by_hand if getattr(options, name) is not None]
     if options.profile and given:
-        raise ConfigError(f"{given[0]} and profile both give the costs of a stage; leave out one of the two.")
+        raise ConfigError(
+            f"{given[0]}={getattr(options, given[0])} and profile={options.profile} both give the costs of a stage; "
+            f"leave out one of the two."
+        )
     if options.all or options.schedule not in SCHEDULES:
         return
     if options.steps is not None and options.schedule not in STREAMING:
@@ -256,13 +261,33 @@ def _simulated(options: SimulateOptions, name: str) -> Simulated:
     layout = _layout(options, chunks)
     sync = options.vertical_sync and name == "pipedream"
     pipeline = PipelineSchedule(name, layout, options.microbatches, vertical_sync=sync)
-    costs, first_layers = _costs(options, layout)
     usual = STEPS_BESIDE_OTHERS if options.all else STEPS
     steps = pipeline.unlike(usual if options.steps is None else options.steps)
     if steps < 1:
         raise ConfigError(f"steps is {steps}; it must be 1 or more.")
+    _check_size(pipeline, steps)
+    costs, first_layers = _costs(options, layout)
     lists = pipeline.stretch(steps)
     return Simulated(pipeline, steps, costs, first_layers, simulate(lists, layout, costs), peaks(lists, chunks))
+
+
+def _check_size(pipeline: PipelineSchedule, steps: int) -> None:
+    """Refuse what would take minutes and gigabytes.
+
+    Raises:
+        ConfigError: with the setting that alone brings it down, and its largest value.
+    """
+    layout = pipeline.layout
+    sizes = {"microbatches": pipeline.microbatches, "steps": steps}
+    sizes |= {"virtual_stages": layout.chunks, "stages": layout.stages}
+    count = 2 * layout.stages * layout.chunks * pipeline.microbatches * steps
+    if count > MOST:
+        name = max(sizes, key=lambda name: sizes[name])
+        of = ", ".join(f"{each}={size}" for each, size in sizes.items() if size > 1)
+        raise ConfigError(
+            f"{of} make {count:,} forwards and backwards, and {MOST:,} are simulated at most; set {name} to "
+            f"{max(1, sizes[name] * MOST // count)} or less."
+        )
 
 
 def _layout(options: SimulateOptions, chunks: int) -> Layout:
@@ -272,6 +297,12 @@ def _layout(options: SimulateOptions, chunks: int) -> Layout:
         raise ConfigError(
             f"replicas is {options.replicas!r}; give one number for all stages, or one for each, such as 2,1."
         ) from error
+    ranks = sum(replicas) * ((options.stages or STAGES) if len(replicas) == 1 else 1)
+    if ranks > MOST_RANKS:
+        raise ConfigError(
+            f"stages={options.stages or STAGES} with replicas={options.replicas} make {ranks:,} ranks, and "
+            f"{MOST_RANKS:,} are simulated at most; take fewer of either."
+        )
     return Layout.described(replicas, options.stages, chunks, STAGES)
 
 
@@ -322,7 +353,7 @@ def _backward(options: SimulateOptions) -> tuple[float, float, float]:
 def _write(options: SimulateOptions, outcomes: Sequence[Simulated]) -> dict[str, Path]:
     """Write the pictures and the trace that the options name; returns their paths by kind."""
     files = {"svg": options.svg, "png": options.png, "trace": options.trace}
-    if not any(files.values()):
+    if options.out is not None and not any(files.values()):
         stem = options.out / f"timeline-{'all' if options.all else options.schedule}"
         files = {"svg": stem.with_suffix(".svg"), "trace": stem.with_suffix(".json")}
     if options.all:
@@ -335,7 +366,7 @@ def _write(options: SimulateOptions, outcomes: Sequence[Simulated]) -> dict[str,
     for kind, path in written.items():
         content = _drawn(kind, timelines, title)
         try:
-            if path.parent == options.out:
+            if options.out is not None and path.parent == options.out:
                 options.out.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
         except OSError as error:
