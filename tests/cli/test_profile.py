@@ -147,8 +147,8 @@ WRONG = [
     (("--out", "nowhere/profile.json"), "nowhere/profile.json cannot be written; name a file in a folder that exists"),
     (("--out", "."), ". cannot be written; name a file"),
     (("--device", "tpu"), "Device 'tpu' is unknown; use 'cpu' or 'cuda'"),
-    (("--model", "tinny"), "there is no model tinny; did you mean tiny?"),
-    (("--model", "nowhere/config.json"), "nowhere/config.json does not exist"),
+    (("--model", "tinny"), "--model tinny names no model; did you mean tiny?"),
+    (("--model", "nowhere/config.json"), "--model names nowhere/config.json, which does not exist"),
     (("--tokenizer", "nowhere.json"), "nowhere.json"),
     (("--modle", "tiny"), "--modle"),
 ]
@@ -171,7 +171,7 @@ def test_a_gpu_that_is_not_there(capsys: pytest.CaptureFixture[str], monkeypatch
     with pytest.raises(SystemExit) as ended:
         main(["profile", "--device", "cuda"])
     assert ended.value.code == 2
-    assert "PlanError: device='cuda' needs a GPU, and PyTorch sees none of that type" in capsys.readouterr().err
+    assert "PlanError: --device cuda needs a GPU, and PyTorch sees none of that type" in capsys.readouterr().err
 
 
 def test_a_model_that_is_no_chain(capsys: pytest.CaptureFixture[str]) -> None:

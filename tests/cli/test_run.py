@@ -43,8 +43,8 @@ def test_a_job(jobs: list[Any]) -> None:
         (["--", "plan"], "'plan' cannot be supervised; write"),
         (["--", "nowhere.py"], "There is no script nowhere.py; write"),
         (["--timeout", "1", "--", "train"], "timeout is 1.0; it must be 2 seconds or more"),
-        (["--nproc-per-node", "0", "--", "train"], "nproc_per_node is 0; it must be 1 or more"),
-        (["--max-restarts", "-1", "--", "train"], "max_restarts is -1; it must be 0 or more"),
+        (["--nproc-per-node", "0", "--", "train"], "--nproc-per-node is 0; it must be 1 or more"),
+        (["--max-restarts", "-1", "--", "train"], "--max-restarts is -1; it must be 0 or more"),
         (["--nproc-per-node", "1", "--nnodes", "2", "--", "train"], "the number of this one is not known"),
     ],
 )

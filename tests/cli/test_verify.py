@@ -93,9 +93,9 @@ def test_a_difference_is_exit_code_1(capsys: pytest.CaptureFixture[str], monkeyp
     (("--model", "net:Net"), "name a function that makes them: --batch-of net:batch"),
     (("--model", "tiny", "--batch-of", "net:batch"), "tiny makes its own; leave it out"),
     (("--rows", "0"), "rows is 0; it must be 1 or more"),
-    (("--model", "nowhere"), "there is no model nowhere"),
+    (("--model", "nowhere"), "--model nowhere names no model"),
     (("--batch", "8"), "use --rows, the rows of one step over all ranks"),
-    (("--pipeline-parallel", "2", "--pipeline-parallel.schedule", "2bw", "--microbatches", "2"), "schedule='1f1b'"),
+    (("--pp", "2", "--pipeline-parallel.schedule", "2bw", "--microbatches", "2"), "--pipeline-parallel.schedule 1f1b"),
 ])  # fmt: skip
 def test_mistakes(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str) -> None:
     with pytest.raises(SystemExit) as ended:

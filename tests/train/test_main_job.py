@@ -172,13 +172,13 @@ WRONG = [
     (["--ranks", "0"], "ranks is 0; it must be 1 or more", 2),
     (
         ["--batch-per-rank", "3", "--microbatches", "2"],
-        "batch_per_rank is 3 and microbatches is 2, which does not divide it",
+        "--batch-per-rank is 3 and --microbatches is 2, which does not divide it",
         2,
     ),
-    (["--data", "nowhere"], "nowhere does not exist", 2),
+    (["--data", "nowhere"], "nowhere, which does not exist", 2),
     (["--data", "empty"], "no text was found", 2),
     (["--model", "smal"], "did you mean small", 2),
-    (["--model", "gpt.json"], "gpt.json does not exist", 2),
+    (["--model", "gpt.json"], "gpt.json, which does not exist", 2),
     (["--resume", "nowhere"], "nowhere is no checkpoint", 1),
     (["--config", "misspelt.toml"], "did you mean learning_rate", 2),
     (["--config", "nothing.toml"], "nothing.toml", 2),
@@ -187,7 +187,7 @@ WRONG = [
         marks=pytest.mark.whole,
     ),
     (["--learning-rate", "1e30", "--optimizer", "sgd", "--warmup-steps", "0", "--clip-norm", "None"], "not finite", 1),
-    (["--trace"], "set pipeline_parallel to 2 or more", 2),
+    (["--trace"], "set --pipeline-parallel to 2 or more", 2),
     (
         [
             "--pp",
@@ -233,7 +233,7 @@ def test_wrong_input_gives_one_clear_sentence(
 
 
 LAST_LINES = [
-    (["--data", "nowhere"], "DataError: the data path nowhere does not exist", 2),
+    (["--data", "nowhere"], "DataError: --data names nowhere, which does not exist", 2),
     (["--resume", "nowhere"], "CheckpointError: nowhere is no checkpoint", 1),
 ]
 

@@ -53,16 +53,16 @@ def test_a_built_in_model_is_asked_for_the_next_tokens() -> None:
 
 
 def test_a_misspelt_size_gets_its_nearest() -> None:
-    with pytest.raises(ModelError, match=r"no model gpt-2xl; did you mean gpt2-xl\? The sizes are tiny, small"):
+    with pytest.raises(ModelError, match=r"gpt-2xl names no model; did you mean gpt2-xl\? The sizes are tiny, small"):
         build_model("gpt-2xl", 256, 64)
-    with pytest.raises(ModelError, match=r"no model zzz; the sizes are tiny, small"):
+    with pytest.raises(ModelError, match=r"zzz names no model; the sizes are tiny, small"):
         build_model("zzz", 256, 64)
 
 
 def test_a_missing_configuration_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"config\.json does not exist"):
+    with pytest.raises(ModelError, match=r"config\.json, which does not exist"):
         build_model(str(tmp_path), 256, 64)
-    with pytest.raises(ModelError, match=r"absent\.json does not exist"):
+    with pytest.raises(ModelError, match=r"absent\.json, which does not exist"):
         build_model("absent.json", 256, 64)
 
 

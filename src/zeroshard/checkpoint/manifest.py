@@ -165,7 +165,7 @@ def _way_out(folder: Path) -> str:
             f"{unfinished.name} beside it is still being written, or its writer has ended: wait with "
             f"engine.save(...).wait(), save with wait=True, or use an earlier checkpoint."
         )
-    return "Give the folder that engine.save wrote."
+    return "Give the folder of a checkpoint, as engine.save and zeroshard train write it."
 
 
 def _parsed(table: dict[str, Any]) -> Manifest:

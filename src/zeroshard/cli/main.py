@@ -2,6 +2,7 @@
 
 import contextlib
 import difflib
+import importlib
 import os
 import signal
 import sys
@@ -38,6 +39,15 @@ USAGE = """zeroshard trains PyTorch models that do not fit: on many devices or o
 zeroshard COMMAND --help lists the options of a command, those of a first run where there are many, and --help-all
 lists all; zeroshard --version says the version."""
 
+OPTIONS = {  # classes of the options whose names errors of the package are put in
+    "train": "zeroshard.train.config:TrainConfig",
+    "verify": "zeroshard.cli.verify:VerificationOptions",
+    "simulate": "zeroshard.cli.simulate:SimulateOptions",
+    "plan": "zeroshard.cli.plan:PlanOptions",
+    "partition": "zeroshard.cli.partition:PartitionOptions",
+    "profile": "zeroshard.cli.profile:ProfileOptions",
+    "doctor": "zeroshard.cli.doctor:DoctorOptions",
+}
 AGAIN = "ZEROSHARD_AGAIN"  # variable with the command that resumes a run, for the ranks that are started
 
 
@@ -85,7 +95,7 @@ def _command(argv: list[str]) -> None:
     try:
         commands[argv[0]](argv[1:])
     except ZeroshardError as error:
-        _fail(error)
+        _fail(error, argv)
 
 
 def _train(argv: list[str]) -> None:
@@ -223,8 +233,14 @@ def _export(argv: list[str]) -> None:
     run_export(argv)
 
 
-def _fail(error: ZeroshardError) -> NoReturn:
+def _fail(error: ZeroshardError, argv: Sequence[str] = ("",)) -> NoReturn:
     """Print the error, on rank 0 alone since all ranks meet the same, and exit with a non-zero code."""
     if os.environ.get("RANK", "0") == "0":
-        print(f"zeroshard: {type(error).__name__}: {error}", file=sys.stderr)
+        module, _, name = OPTIONS.get(argv[0], "").partition(":")
+        said = str(error)
+        if module:
+            from zeroshard.train.option_names import in_options
+
+            said = in_options(said, getattr(importlib.import_module(module), name), argv)
+        print(f"zeroshard: {type(error).__name__}: {said}", file=sys.stderr)
     sys.exit(1 if isinstance(error, NonFiniteError) else 2)

@@ -34,6 +34,7 @@ from zeroshard.errors import (
 from zeroshard.report import format_bytes, write_report
 from zeroshard.supervisor.fork_server import die_with
 from zeroshard.train.config import TrainConfig
+from zeroshard.train.option_names import in_options
 from zeroshard.train.run import run
 
 MOST_LAYERS = 8  # of a rank; of more, only some are named
@@ -99,7 +100,8 @@ def leave(error: BaseException, mesh: Mesh | None) -> None:
         write_failure(Path(os.environ["ZEROSHARD_HEARTBEAT"]), error, first, code)
     if first:
         if isinstance(error, ZeroshardError):
-            print(f"zeroshard: {type(error).__name__}: {error}", file=sys.stderr)
+            said = in_options(str(error), TrainConfig, sys.argv)
+            print(f"zeroshard: {type(error).__name__}: {said}", file=sys.stderr)
         else:
             traceback.print_exception(error)
         if "TORCHELASTIC_ERROR_FILE" in os.environ and not isinstance(error, ZeroshardError):

@@ -114,8 +114,8 @@ def verified(options: VerificationOptions) -> Verification:
     if options.model not in SIZES:
         if not Path(options.model).exists():
             raise ModelError(
-                f"there is no model {options.model}; give a size ({', '.join(SIZES)}), the path of a config.json, or "
-                f"module:function"
+                f"model={options.model} names no model; give a size ({', '.join(SIZES)}), the path of a config.json, "
+                f"or module:function"
             )
         return verify(options.model, options.plan, **chosen)
     config = narrow_gpt(SIZES[options.model], options.plan)

@@ -153,7 +153,8 @@ def _replaced(
         routers: what makes a router, by the parts of each copy.
     """
     rows, made = [], dict[int, MoE]()
-    for layer, number in _numbered(model, list(dense_layers(model))):
+    counted = list(_numbered(model, list(dense_layers(model))))
+    for layer, number in counted:
         module = model.get_submodule(layer.path)
         reason = layer.refused or _skipped(layer.path, number, every)
         if not reason:
@@ -164,12 +165,21 @@ def _replaced(
     table = Replacement(tuple(rows))
     if not made:
         listed = f"\n{table}" if rows else " It has no feed-forward layers of two or three linear layers in a module."
-        raise ModelError(f"No feed-forward layer of {type(model).__name__} can be replaced.{listed}")
+        none = f"No feed-forward layer of {type(model).__name__} can be replaced."
+        raise ModelError(f"{none}{_way_out(counted, every)}{listed}")
     for module in list(model.modules()):
         for name, child in module._modules.items():
             if id(child) in made:
                 module._modules[name] = made[id(child)]
     return table
+
+
+def _way_out(counted: Sequence[tuple[DenseLayer, int | None]], every: int) -> str:
+    """The numbers that would replace some layer, where the one that was given replaces none."""
+    numbers = [number or 1 for layer, number in counted if layer.path and not layer.refused]
+    if not numbers or every <= max(numbers):
+        return " Leave the mixtures out, or put zs.moe.MoE into the model."
+    return f" every={every} is more than the {max(numbers)} of a list; set every to {max(numbers)} or less."
 
 
 def _numbered(model: nn.Module, layers: Sequence[DenseLayer]) -> Iterator[tuple[DenseLayer, int | None]]:

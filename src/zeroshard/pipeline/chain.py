@@ -208,7 +208,10 @@ class Chain:
             if layer.name == name:
                 return layer.number
         names = ", ".join(layer.name for layer in self.layers)
-        raise ModelError(f"The model has no layer {name!r} to cut before; its layers are {names}. Name some of them.")
+        raise ModelError(
+            f"split names {name!r}, and the model has no layer {name!r} to cut before; its layers are {names}. "
+            f"Name some of them."
+        )
 
     def enter(self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The output of a gated module, for its caller: its own, or a placeholder."""

@@ -61,7 +61,8 @@ def keep_in_fp32(model: nn.Module, wanted: Sequence[str], precision: Precision) 
     for want in wanted:
         if want not in names:
             near = difflib.get_close_matches(want, list(names), n=1)
-            hint = f"Did you mean {near[0]!r}?" if near else f"Name one of {', '.join(sorted(names - {''}))}."
+            classes = ", ".join(sorted({type(module).__name__ for module in model.modules()}))
+            hint = f"Did you mean {near[0]!r}?" if near else f"Name a path or one of its classes: {classes}."
             raise PlanError(f"fp32_modules names {want!r}, which is no class and no path in the model. {hint}")
     if precision.compute is None:
         return kept

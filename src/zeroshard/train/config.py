@@ -147,6 +147,10 @@ class TrainConfig:
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be between 0 and 1.")
         self._check_guard()
+        if self.experts == 0:
+            for name, value, usual in (("router", self.router, "switch"), ("experts_every", self.experts_every, 2)):
+                if value != usual:
+                    raise ConfigError(f"{name}={value} has no effect without experts; set experts to 2 or more.")
         if self.planning == "auto" and self.trace:
             raise ConfigError(
                 "trace needs stages or offload, and --plan auto chooses whether there are any; leave one out."

@@ -80,7 +80,7 @@ def _read_path(path: Path) -> list[tuple[str, bytes]]:
             raise DataError(f"{path} is not UTF-8 text, which training needs; convert it or leave it out")
         return [(path.name, data)]
     if not path.is_dir():
-        raise DataError(f"the data path {path} does not exist; give an existing file or folder of text")
+        raise DataError(f"data names {path}, which does not exist; give an existing file or folder of text")
     inside = ((file, file.relative_to(path)) for file in path.rglob("*"))
     visible = ((file, name) for file, name in inside if not any(part.startswith(".") for part in name.parts))
     files = [(file, name) for file, name in visible if file.is_file()]

@@ -78,7 +78,7 @@ def build_model(
         near = difflib.get_close_matches(spec, SIZES, n=1)
         hint = f"did you mean {near[0]}? The" if near else "the"
         sizes = ", ".join(SIZES)
-        raise ModelError(f"there is no model {spec}; {hint} sizes are {sizes}, or give the path of a config.json")
+        raise ModelError(f"model={spec} names no model; {hint} sizes are {sizes}, or give the path of a config.json")
     if dropout:
         raise ModelError(
             f"a dropout of {dropout} was given for {spec}, whose rates stand in its config.json; set them there"
@@ -97,7 +97,7 @@ def _hugging_face(path: Path, vocabulary: int, context: int) -> nn.Module:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         sizes = ", ".join(SIZES)
-        raise ModelError(f"the model configuration {file} does not exist; give a config.json, or one of {sizes}")
+        raise ModelError(f"model names {file}, which does not exist; give a config.json, or one of {sizes}")
     transformers = _transformers(file)
     with _refusals(file):
         config = transformers.AutoConfig.from_pretrained(str(file), local_files_only=True, trust_remote_code=False)

@@ -21,6 +21,7 @@ import tyro
 
 from zeroshard.errors import ConfigError
 from zeroshard.train.help_page import POSITIONAL, described_values, help_page, kind_of
+from zeroshard.train.option_names import in_options
 from zeroshard.train.toml_config import NONE, group_in, load_toml
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def parse(cls: type[Config], argv: Sequence[str], prog: str) -> Config:
         found: Any = tyro.cli(options, args=rest, prog=prog, default=default)
         config: Config = found.chosen()
     except ValueError as error:
-        print(f"{prog}: {error}", file=sys.stderr)
+        print(f"{prog}: {in_options(str(error), cls, argv)}", file=sys.stderr)
         raise SystemExit(2) from error
     return config
 

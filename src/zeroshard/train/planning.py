@@ -4,6 +4,7 @@ Rank 0 plans, and all ranks get the same.
 """
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,6 +27,7 @@ from zeroshard.planner.search.text import describe, short
 from zeroshard.planner.search.this_machine import local_machines
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.folder import SAME, unfinished
+from zeroshard.train.option_names import in_options
 from zeroshard.train.task import language_task
 from zeroshard.train.toml_config import load_toml
 
@@ -69,7 +71,7 @@ def plan_ahead(config: TrainConfig, mesh: Mesh, profile: Path | None = None) -> 
 
         answer = on_rank_zero(mesh, partial(_answer, config, mesh, profile), "planning", show)
     if mesh.rank == 0:
-        _tell(answer["lines"])
+        _tell([in_options(line, TrainConfig, sys.argv) for line in answer["lines"]])
     if config.planning == "auto":
         plan = replace(Plan.from_dict(answer["plan"]), transport=config.plan.transport)
         batch = _rows(config, mesh) // data_ranks_of(plan, mesh.ranks)

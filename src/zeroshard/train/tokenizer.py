@@ -60,7 +60,9 @@ class JsonTokenizer:
         """
         file = path / "tokenizer.json" if path.is_dir() else path
         if not file.is_file():
-            raise ConfigError(f'the tokenizer {file} does not exist; give "bytes" or the path of a tokenizer.json')
+            raise ConfigError(
+                f'tokenizer names {file}, which does not exist; give "bytes" or the path of a tokenizer.json'
+            )
         try:
             package = importlib.import_module("tokenizers")
         except ImportError as error:

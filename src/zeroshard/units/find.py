@@ -83,7 +83,7 @@ def _named(model: nn.Module, wanted: Sequence[str]) -> Iterator[str]:
                 if near
                 else f"Name a path or one of its classes: {', '.join(sorted(classes))}."
             )
-            raise PlanError(f"The unit {want!r} names no class and no path in the model. {hint}")
+            raise PlanError(f"units names {want!r}, which is no class and no path in the model. {hint}")
     whole = [path for path, module in modules.items() if getattr(module, UNDIVIDED, False)]
     for path, module in modules.items():
         if path in wanted or type(module).__name__ in wanted:

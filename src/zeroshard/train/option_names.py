@@ -1,0 +1,154 @@
+"""Sentences about settings in the words of the command line, where errors of the package name settings as Python does.
+
+`zero=3` becomes `--zero 3`, `Offload('optimizer', disk=...)` becomes `--offload optimizer --offload.disk ...`, and the
+name of a setting its option: as it was typed, where it has several names. Names that are words of English, such as
+`steps`, are taken for options only as the subject of a sentence ("steps is 0") or after a verb ("set steps to").
+"""
+
+import ast
+import dataclasses
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, get_type_hints
+
+from zeroshard.plan import GROUPS
+from zeroshard.train.toml_config import group_in
+
+VALUE = r"'[^']*'|\"[^\"]*\"|\([^()]*\)|\[[^\[\]]*\]|\{[^{}]*\}|-?\d[\d.]*\d(?:e[+-]?\d+)?|-?\d|\.\.\.|[A-Za-z][\w-]*"
+CLASSES = {"Plan": "", **{kind.__name__: name for name, kind in GROUPS.items()}}
+CALL = re.compile(rf"(?:\b\w+=)?(?:\bzs\.)?\b({'|'.join(CLASSES)})(?=\()")
+IS, TO = r"is|has|names|gives|needs|must", r"to|out|a multiple|or"
+PHRASES = (  # of errors, as regular expressions; what they are on the command line; an option that must be there
+    (r"start a multiple of (\d+) ranks", r"start a multiple of \1 ranks (--ranks \1)", "ranks"),
+    (r"needs (\d+) ranks and there are \d+; start as many", r"\g<0> (--ranks \1)", "ranks"),
+    (r"Put zs\.moe\.MoE into it, or let zs\.moe\.replace_ffn\(model\) do so", "Let --experts N make some", "experts"),
+    (r"Put zs\.moe\.MoE into it, or let .* do so", "Give a model that has some (--model module:function)", "batch_of"),
+    (r"Leave the mixtures out, or put zs\.moe\.MoE into the model", "Leave --experts out", "experts"),
+    (r"\bevery=(\d+) is", r"--experts-every \1 is", "experts_every"),
+    (r"\bset every to\b", "set --experts-every to", "experts_every"),
+    (r", or pass a Router", "", "router"),
+    (r"a table of paths and styles, such as \{.*?\}, or a list such as \[(.*?)\]", r"such as \1", "tensor_parallel"),
+)
+VERBS = r"[Ss]et|[Ll]eave|[Mm]ake|[Rr]aise|[Ll]ower|[Cc]orrect"
+
+
+def in_options(text: str, cls: Any, argv: Sequence[str]) -> str:
+    """A message in terms of the options of a command.
+
+    Args:
+        cls: the class of its options.
+        argv: the words of the command; a message about a file that `--config` names stays as it is.
+    """
+    files = [after for word, after in pairwise(argv) if word == "--config"]
+    if any(text.startswith(file) for file in files):
+        return text
+    names, flags = _names(cls, argv), _flags(cls)
+    for said, instead, option in PHRASES:
+        text = re.sub(said, instead, text) if option in names else text
+    text = _without_calls(text, names, flags)
+
+    def assigned(found: re.Match[str]) -> str:
+        name, value = found.group(1), _literal(found.group(2))
+        known = flags.get(name) if isinstance(value, bool) and name in flags else names.get(name)
+        return found.group() if known is None else _written(known, value)
+
+    text = re.sub(rf"(?<![\w.'\"-])((?:[a-z_]\w*\.)?[a-z_]\w*)=({VALUE})", assigned, text)
+    long = sorted((name for name in names if "_" in name or "." in name), key=len, reverse=True)
+    short = [name for name in names if name not in long]
+    if long:
+        text = re.sub(rf"(?<![\w.'\"/-])({_any(long)})(?![\w=('-]|\.\w)", lambda found: names[found.group(1)], text)
+    if short:
+        subject = rf"((?:^|[.;:,] |\b(?:and|or) )(?:both )?)({_any(short)})(?= (?:{IS})\b)"
+        text = re.sub(subject, lambda found: found.group(1) + names[found.group(2)], text)
+        verb = rf"\b((?:{VERBS}) )({_any(short)})(?= (?:{TO})\b)"
+        text = re.sub(verb, lambda found: found.group(1) + names[found.group(2)], text)
+    return text
+
+
+def _any(names: Sequence[str]) -> str:
+    return "|".join(map(re.escape, names))
+
+
+def _names(cls: Any, argv: Sequence[str]) -> dict[str, str]:
+    """The option of each setting by its names: the full one, and that in its group where no other has it."""
+    typed = {word.partition("=")[0] for word in argv if word.startswith("--")}
+    found, inner = {}, {}
+    for name, group, aliases in _fields(cls):
+        option = f"--{name.replace('_', '-')}"
+        found[name] = next((alias for alias in aliases if alias in typed), option)
+        for place, field in enumerate(dataclasses.fields(group) if group else ()):
+            full = f"{option}.{field.name.replace('_', '-')}" if place else found[name]
+            found[f"{name}.{field.name}"] = full
+            inner[field.name] = "" if field.name in inner else full
+    return {name: option for name, option in inner.items() if option} | found
+
+
+def _flags(cls: Any) -> dict[str, str]:
+    """The options of settings of groups that are true or false, by their names in the group."""
+    return {
+        field.name: f"--{name.replace('_', '-')}.{field.name.replace('_', '-')}"
+        for name, group, _ in _fields(cls)
+        for field in (dataclasses.fields(group) if group else ())
+        if field.type in (bool, "bool")
+    }
+
+
+def _fields(cls: Any) -> Iterator[tuple[str, Any, Sequence[str]]]:
+    """(name, its group or None, other options for it) of every field, those of classes inside too."""
+    hints, aliases = get_type_hints(cls), getattr(cls, "ALIASES", {})
+    for field in (field for field in dataclasses.fields(cls) if field.init):
+        hint = hints[field.name]
+        if dataclasses.is_dataclass(hint):
+            yield from _fields(hint)
+        else:
+            yield field.name, group_in(hint), aliases.get(field.name, ())
+
+
+def _without_calls(text: str, names: Mapping[str, str], flags: Mapping[str, str]) -> str:
+    """A text in which groups of settings are options, and not calls of their classes."""
+    while found := CALL.search(text):
+        end = next((at for at in range(found.end(), len(text) + 1) if _parsed(text[found.start(1) : at])), None)
+        call = None if end is None else _parsed(text[found.start(1) : end])
+        name = CLASSES[found.group(1)]
+        settings = [(f"{name}.{each.arg}".strip("."), each) for each in (call.keywords if call else ())]
+        if call is None or not {setting for setting, _ in settings} <= names.keys() or (name and name not in names):
+            return text
+        words = [_written(names[name], _literal(ast.unparse(value))) for value in call.args[:1]]
+        for setting, each in settings:
+            value = _literal(ast.unparse(each.value))
+            words.append(_written(names[setting], (value is ... and each.arg in flags) or value))
+        text = text[: found.start()] + " ".join(words) + text[end:]
+    return text
+
+
+def _parsed(code: str) -> ast.Call | None:
+    try:
+        found = ast.parse(code, mode="eval").body
+    except SyntaxError:
+        return None
+    return found if isinstance(found, ast.Call) else None
+
+
+def _literal(code: str) -> Any:
+    """A value as it is written; what is no literal, such as a word, is itself."""
+    try:
+        return ast.literal_eval(code)
+    except (SyntaxError, ValueError):
+        return code
+
+
+def _written(option: str, value: Any) -> str:
+    """An option with its value, as it is typed."""
+    if value is True:
+        return option
+    if value is ...:
+        return f"{option} VALUE"
+    if value is False:
+        group, _, name = option.removeprefix("--").rpartition(".")
+        return f"--{group}.no-{name}" if group else f"--no-{name}"
+    if isinstance(value, Mapping):
+        value = [f"{key}={each}" for key, each in value.items()]
+    values = value if isinstance(value, (tuple, list)) else [value]
+    return " ".join([option, *(shlex.quote(str(each)) for each in values)])
