@@ -10,6 +10,7 @@ import lightning.pytorch as lightning
 import torch
 from interop.regression import Regression, batches
 from jobs import error_of
+from lightning.pytorch.callbacks import BackboneFinetuning
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import zeroshard as zs
@@ -48,6 +49,17 @@ class Module(lightning.LightningModule):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
+class Unfreezes(Module):
+    """Begins with its last layer; a callback of lightning's puts the others into the optimizer later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = self.model.blocks
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+
+
 def loader() -> DataLoader:
     """The rows r, r + 2, ... in batches; lightning's own sampler would shuffle them."""
     rows = TensorDataset(*batches())
@@ -79,6 +91,7 @@ def main(folder: Path, whole: bool) -> None:
     plans = (zs.Plan(zero=0), zs.Plan(zero=1, reduce_every="step"), zs.Plan(zero=3))
     for plan in plans if whole else plans[1:2]:
         found[f"accumulate {plan.zero}"] = fit(folder, plan, accumulate_grad_batches=2, max_steps=4)[1:]
+    found["by value"] = fit(folder, zs.Plan(zero=2), gradient_clip_algorithm="value", gradient_clip_val=1e-3)[1:]
     manual = fit(folder, zs.Plan(zero=2), Module(manual=True), gradient_clip_val=None)
     found["manual"] = manual[1:]
     scaled = fit(folder, zs.Plan(zero=2, precision="fp16", loss_scale=1024.0))
@@ -99,7 +112,7 @@ def main(folder: Path, whole: bool) -> None:
         error_of(lambda: ZeroshardStrategy(zs.Plan(microbatches=2))),
         error_of(lambda: fit(folder, zs.Plan(), Module(optimizers=2, manual=True), gradient_clip_val=None)),
         error_of(lambda: fit(folder, zs.Plan(zero=3), Module(manual=True), gradient_clip_val=None)),
-        error_of(lambda: fit(folder, zs.Plan(), gradient_clip_algorithm="value")),
+        error_of(lambda: fit(folder, zs.Plan(zero=2), Unfreezes(), callbacks=[BackboneFinetuning(1)], max_steps=12)),
         error_of(lambda: first.fit(Module(), loader())),
     ]
     if trainer.global_rank == 0:

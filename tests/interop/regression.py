@@ -36,7 +36,12 @@ def batches() -> tuple[Tensor, Tensor]:
 
 
 def plain(
-    steps: int, accumulate: int = 1, clip: float | None = 1.0, schedule: bool = True, ranks: int = 2
+    steps: int,
+    accumulate: int = 1,
+    clip: float | None = 1.0,
+    schedule: bool = True,
+    ranks: int = 2,
+    by_value: float | None = None,
 ) -> tuple[Losses, dict[str, Tensor]]:
     """Losses of each rank and the last weights of a loop by hand in which rank r takes rows r, r + ranks, ..."""
     model = Regression()
@@ -50,7 +55,9 @@ def plain(
         for mine, loss in zip(losses, here, strict=True):
             mine.append(loss.item())
         if (number + 1) % accumulate == 0:
-            if clip is not None:
+            if by_value is not None:
+                torch.nn.utils.clip_grad_value_(model.parameters(), by_value)
+            elif clip is not None:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
             optimizer.step()
             optimizer.zero_grad()

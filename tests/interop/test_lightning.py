@@ -43,6 +43,11 @@ def test_accumulation(found: dict[str, Any], zero: int) -> None:
     assert_follows(losses, bare(weights), plain(4, accumulate=2))
 
 
+def test_clipping_by_value(found: dict[str, Any]) -> None:
+    losses, weights = found["by value"]
+    assert_follows(losses, bare(weights), plain(8, by_value=1e-3))
+
+
 def test_manual_optimization(found: dict[str, Any]) -> None:
     losses, weights = found["manual"]
     assert_follows(losses, bare(weights), plain(8, clip=None, schedule=False))
@@ -63,9 +68,9 @@ def test_a_run_goes_on_under_another_plan(found: dict[str, Any]) -> None:
 
 
 def test_what_is_refused(found: dict[str, Any]) -> None:
-    microbatches, optimizers, manual, value, second = found["errors"]
+    microbatches, optimizers, manual, unfrozen, second = found["errors"]
     assert microbatches.startswith("PlanError: pipeline_parallel=1 and microbatches=2 are for engine.train_step")
     assert optimizers.startswith("OptimizerError: configure_optimizers gave 2 optimizers")
     assert manual.startswith("PlanError: Manual optimization runs backwards inside of training_step")
-    assert value.startswith("PlanError: Gradients are in slices and cannot be clipped by value")
+    assert unfrozen.startswith("OptimizerError: add_param_group was called after the engine was made")
     assert second.startswith("PlanError: The engine of the first fit still holds the module")

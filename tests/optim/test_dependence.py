@@ -285,6 +285,10 @@ def test_what_slices_do_not_have_is_refused_by_name(make: Make, reason: str) -> 
         layout_of(make())
 
 
+def test_a_number_that_comes_with_the_first_step_does_no_harm() -> None:
+    assert layout_of(Later(model().parameters())).whole is None
+
+
 def test_names_that_are_not_read_do_no_harm() -> None:
     assert layout_of(Lion(model().named_parameters())).whole is None
     assert layout_of(ByMark(model().parameters())).whole is None
@@ -312,12 +316,34 @@ class Fails(Own):
         raise KeyError("heads")
 
 
+class Heads(Own):
+    """Takes rows of heads together, so that it runs on few shapes."""
+
+    def change(self, p: Tensor, group: dict[str, Any]) -> Tensor:
+        return p.grad.view(-1, 32).mean(1, keepdim=True).expand(-1, 32).reshape(p.shape)  # type: ignore[union-attr]
+
+
+class Later(Own):
+    """Has a number in the place of None from its first step on."""
+
+    left: int | None = None
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params)
+        self.left = None
+
+    def ready(self, gradients: list[Tensor]) -> None:
+        self.left = len(gradients) if self.left is None else self.left
+
+
 class NeedsClosure(Own):
     def step(self, closure: Any) -> None:  # type: ignore[override]
         closure()
 
 
-@pytest.mark.parametrize("kind, advice", [(Fails, "keep what the step needs"), (NeedsClosure, "needs none")])
+@pytest.mark.parametrize(
+    "kind, advice", [(Fails, "with what its step needs"), (Heads, r"tensors \(6, 4\)"), (NeedsClosure, "needs none")]
+)
 def test_the_way_out_is_that_of_the_error(kind: type[Own], advice: str) -> None:
     with pytest.raises(OptimizerError, match=f"{kind.__name__} does not run.*{advice}") as error:
         layout_of(kind(model().parameters()))

@@ -33,9 +33,10 @@ class ZeroshardStrategy(DDPStrategy):
     """Trains the LightningModule with an engine.
 
     Precision comes from the plan, so leave the Trainer's at its default. `gradient_clip_val` clips the norm over all
-    ranks. With `accumulate_grad_batches`, every backward reduces, unless the plan says `reduce_every="step"`.
-    Checkpoints are folders: the engine's, which load under any plan and number of ranks, with lightning's file among
-    them, from which `load_from_checkpoint` takes the whole weights.
+    ranks, or with `gradient_clip_algorithm="value"` each element. With `accumulate_grad_batches`, every backward
+    reduces, unless the plan says `reduce_every="step"`. Checkpoints are folders: the engine's, which load under any
+    plan and number of ranks, with lightning's file among them, from which `load_from_checkpoint` takes the whole
+    weights.
 
     Args:
         plan: for the engine; one microbatch and no pipeline, because lightning owns the loop.
@@ -207,17 +208,14 @@ class EnginePrecision(Precision):
         clip_val: float | None = 0.0,
         gradient_clip_algorithm: GradClipAlgorithmType | None = GradClipAlgorithmType.NORM,
     ) -> None:
-        """Clip the norm over all ranks at the next step.
-
-        Raises:
-            PlanError: clipping by value, which needs whole gradients.
-        """
+        """Clip the norm over all ranks at the next step, or each element now."""
+        engine = self._strategy.engine
+        if not clip_val or engine is None:
+            return
         if gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
-            raise PlanError(
-                "Gradients are in slices and cannot be clipped by value; use gradient_clip_algorithm='norm'."
-            )
-        if clip_val and self._strategy.engine is not None:
-            self._strategy.engine.clip_grad_norm(clip_val)
+            engine.clip_grad_value(clip_val)
+        else:
+            engine.clip_grad_norm(clip_val)
 
 
 class _Steps(nn.Module):

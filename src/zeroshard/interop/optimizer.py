@@ -23,6 +23,23 @@ class EngineOptimizer(torch.optim.Optimizer):
         self.engine = engine
         self.result: StepResult | None = None
 
+    def __getattr__(self, name: str) -> Any:
+        """Methods that the user's optimizer has beside those of torch, such as `train` and `eval`."""
+        if name.startswith("_") or "engine" not in vars(self):
+            raise AttributeError(name)
+        return getattr(self.engine.optimizer, name)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused once there is an engine.
+
+        Raises:
+            OptimizerError: with the way out.
+        """
+        if "engine" not in vars(self):
+            super().add_param_group(param_group)
+        else:
+            self.engine.optimizer.add_param_group(param_group)
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Run the closure, which runs forwards and backwards, then update the weights; returns the closure's result."""
         loss = closure() if closure is not None else None

@@ -22,14 +22,16 @@ class OneStep:
 
     def call(self) -> None:
         """Call `step` once."""
-        before = self._numbers()
+        before, everything = self._numbers(), list(map(dict, self._tables()))
         self._optimizer.step()
         after = self._numbers()
         if after != before:
             self._left = after
-            for table, numbers in zip(self._tables(), before, strict=True):
+            for table, numbers, kept in zip(self._tables(), before, everything, strict=True):
                 for key in [key for key, value in table.items() if _is_number(value) and key not in numbers]:
-                    del table[key]
+                    table[key] = kept.get(key)
+                    if key not in kept:
+                        del table[key]
                 table.update(numbers)
 
     def end(self) -> None:

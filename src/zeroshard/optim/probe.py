@@ -117,8 +117,9 @@ def _way_out(optimizer: torch.optim.Optimizer, error: Exception) -> str:
     if "sparse" in said:
         return "The engine has dense gradients: use an optimizer that takes those."
     return (
-        "The engine steps over tensors of its own, by an optimizer of the same class, defaults, groups and settings: "
-        "keep what the step needs in the defaults, in the groups, or in self.state of each parameter."
+        f"The engine tries an optimizer on small tensors {tuple(SHAPE)} and steps over tensors of its own, by one of "
+        f"the same class, defaults, groups and settings. Use one that takes tensors of any shape, with what its step "
+        f"needs (sizes of heads, names) in its defaults, in its groups, or in self.state of each parameter."
     )
 
 

@@ -7,6 +7,7 @@ are taken over from the optimizer; where the constructor cannot do without them,
 import copy
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from types import MethodType
 from typing import Any
 
@@ -75,7 +76,8 @@ def twin_over(
     torch.optim.Optimizer.__init__(twin, groups, dict(optimizer.defaults))
     known = {id(p): p for each in optimizer.param_groups for p in each["params"]} | {id(optimizer): twin}
     for key, value in attributes_of(optimizer):
-        vars(twin)[key] = copy.deepcopy(value, dict(known))
+        with suppress(TypeError):  # an iterator that the constructor was given has no copies
+            vars(twin)[key] = copy.deepcopy(value, dict(known))
     return _training(twin)
 
 
