@@ -78,9 +78,10 @@ def counted(engine: zs.Engine) -> dict[str, int]:
     parts = engine._assembly.parts.all
     parameters = size([t for s in parts for t in (s.weights.own, s.weights.full)])
     parameters += 0 if engine.plan.zero == 3 else size([p.data for p in engine.model.parameters()])
-    masters = size([group_tensor for group in engine.optimizer.param_groups for group_tensor in group["params"]])
+    spans = engine._assembly.optimizer
+    masters = size([span.tensor for span in spans.every])
     states = size(
-        [v for state in engine.optimizer.state.values() for v in state.values() if isinstance(v, Tensor) and v.dim()]
+        [v for state in spans.held.states.values() for v in state.values() if isinstance(v, Tensor) and v.dim()]
     )
     gradients = size(
         [t for s in parts if s.gradients for t in (s.gradients._buffer.tensor, getattr(s.gradients._sum, "_own", None))]

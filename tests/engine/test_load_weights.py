@@ -136,7 +136,7 @@ def load_counting(mesh: zs.Mesh, zero: int, path: str) -> Any:
     finally:
         module.safe_open = before  # type: ignore[misc]
     owned = sum(part.updater.values.nbytes for part in engine._assembly.parts.all)
-    states = engine.optimizer.state.values()
+    states = engine._assembly.optimizer.held.states.values()
     moved = all(state["exp_avg"].any() and state["step"] == 1 for state in states)
     return sum(file.nbytes for file in counted), owned, engine.state_dict(), moved
 

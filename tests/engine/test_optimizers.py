@@ -426,7 +426,7 @@ def resumed(mesh: zs.Mesh, zero: int, source: Path | None, path: Path, steps: ra
         engine.backward(engine(rows(step, 0).float()))
         engine.step()
     engine.save(path, wait=True)
-    states = [state for p in engine.optimizer.param_groups[0]["params"] for state in (engine.optimizer.state[p],)]
+    states = engine._assembly.optimizer.held.states.values()
     dtypes = {(key, value.dtype) for state in states for key, value in state.items()}
     return engine.state_dict(), dtypes, engine.optimizer.param_groups[0]["count"]
 

@@ -52,7 +52,7 @@ def place_of(engine: zs.Engine, name: str, what: str) -> torch.Tensor | None:
                     start, values = 0, part.weights.full
             elif what != "masters":
                 span = next(s for s in part.updater.spans if entry.offset < s.stop)
-                start, values = span.start, engine.optimizer.state[span.tensor][what]
+                start, values = span.start, engine._assembly.optimizer.held.states[span.tensor][what]
             low, high = max(start, entry.offset), min(start + values.numel(), entry.stop)
             return values[low - start : high - start] if low < high else None
     return None

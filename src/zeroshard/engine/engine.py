@@ -35,6 +35,7 @@ from zeroshard.engine.update import Update
 from zeroshard.errors import BatchError, BudgetExceeded, NonFiniteError, PlanError
 from zeroshard.losses.heads import set_loss_chunk
 from zeroshard.memory.ledger import Ledger
+from zeroshard.optim import BetweenSteps, members_of
 from zeroshard.parameters.editing import Editing, state_dict_by_unit
 from zeroshard.parameters.given import LoadedKeys
 from zeroshard.parts.axes import Axes
@@ -112,7 +113,7 @@ class Engine(Readings):
         self._stage = make_stage(model, cut, self.mesh, example, self._run)
         self._axes = Axes(self._stage, self.plan.shard_group, techniques)
         self.world, self.comm, alike = self._axes.world, self._axes.dense.slices.comm, self._axes.alike
-        tied = tied_names(model)
+        tied, members = tied_names(model), members_of(optimizer, model)
         self._decision = Decision(self.plan)
         terms = StepLosses(self.plan.nonfinite == "skip")
         readings = (lambda: terms.likely(self.loss_scale), lambda: self.steps)
@@ -136,7 +137,7 @@ class Engine(Readings):
         self.schedule = self._order.actions
         model.register_state_dict_pre_hook(Hook(self._refuse_partial))
         writes.watch()
-        self._assembly.optimizer.guard(self._discard)
+        self._between_steps = BetweenSteps(self._assembly, self.world, members, self._discard, self.flush)
         guard(model, self._assembly.parts, self._forward, self.plan.pipelined)
         self._reset_counts()
 

@@ -8,7 +8,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from zeroshard.checkpoint import (
@@ -29,7 +28,7 @@ from zeroshard.engine.build import Assembly
 from zeroshard.errors import CheckpointError, DamagedError
 from zeroshard.memory.ledger import Ledger
 from zeroshard.optim.restoring import WAY_OUT, Saved, load_states
-from zeroshard.optim.whole_states import merged_options, options_of, scalars_of, whole_pieces
+from zeroshard.optim.whole_states import elements_of, merged_options, options_of, scalars_of, whole_pieces
 from zeroshard.parameters.given import GivenWeights, LoadedKeys, check_same, shared
 from zeroshard.parameters.whole_tensors import WholeTensors
 from zeroshard.parts.axes import Axes
@@ -273,7 +272,7 @@ class State:
         for number, low, high in index.overlaps(*index.interval(rank)):
             name, shape = index.entries[number].name, part.whole_shape(number)
             weights = updater.exact(updater.values[low - updater.start : high - updater.start])
-            for kind, values in chain([("weight", weights)], self._elements(part, low, high)):
+            for kind, values in chain([("weight", weights)], elements_of(part, low, high)):
                 for (box, inside), counted in part.boxes(number, low, values):
                     if counted:
                         yield TensorPiece(f"{kind}:{name}", shape, box, inside)
@@ -282,17 +281,6 @@ class State:
             shape = part.whole_shape(number)
             if rank == 0 and math.prod(shape) == 0:
                 yield TensorPiece(f"weight:{entry.name}", shape, Box.whole(shape), updater.values[:0])
-
-    def _elements(self, part: Part, low: int, high: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """Optimizer states of the elements [low, high) of one parameter, which may lie in several spans."""
-        found: dict[str, list[torch.Tensor]] = {}
-        for span in part.updater.spans:
-            a, b = max(low, span.start), min(high, span.stop)
-            if a < b:
-                for key, values in part.updater.elements(span).items():
-                    found.setdefault(key, []).append(values[a - span.start : b - span.start])
-        for key, several in found.items():
-            yield key, several[0] if len(several) == 1 else torch.cat(several)
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of all parameters of the model, those of other stages included."""

@@ -18,11 +18,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
-from zeroshard.errors import OptimizerError
 from zeroshard.memory import HostMemory
 from zeroshard.memory.ledger import Arena
 from zeroshard.memory.transfers import Task
@@ -197,8 +196,6 @@ class HostUpdates(LateUpdates):
 
     def join(self, updater: Speculates) -> None:
         """Take in an updater whose updates may run before the verdict."""
-        if not self._adams:
-            self._optimizer.optimizer.register_load_state_dict_pre_hook(_refuse_states)
         self._adams.append(updater)
 
     def spans_installed(self) -> None:
@@ -241,6 +238,7 @@ class HostUpdates(LateUpdates):
         """Wait for all new weights on the device, and for the states."""
         self._commit()
         self.finish()
+        self.forget()  # what ran ahead had states that may be loaded now
         for updater in self._adams:
             updater.settle()
 
@@ -313,13 +311,6 @@ class HostUpdates(LateUpdates):
         for update, _ in items:
             update.weights.published()
             arrived(update.weights)
-
-
-def _refuse_states(optimizer: torch.optim.Optimizer, states: Any) -> None:
-    raise OptimizerError(
-        f"load_state_dict of the {type(optimizer).__name__} was called, and its states are in the host's memory, where "
-        f"the engine updates them. Save and load them with engine.save(folder) and engine.load(folder)."
-    )
 
 
 def _copy(into: torch.Tensor, source: torch.Tensor) -> None:

@@ -270,7 +270,7 @@ class HostAdam(HostUpdater):
         optimizer, pieces = self._optimizer.optimizer, []
         for span in spans:
             start, stop = span.start - self.start, span.stop - self.start
-            state = optimizer.state[span.tensor]
+            state = self._optimizer.held.states.setdefault(span.tensor, {})
             if not state:
                 if self._began:  # the user has cleared it
                     with self._host_slice.fetched(writes=True):

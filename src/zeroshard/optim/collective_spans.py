@@ -7,6 +7,7 @@ import torch
 
 from zeroshard.comm.collectives import Comm
 from zeroshard.memory.ledger import Arena
+from zeroshard.optim.held_tensors import HeldTensors
 from zeroshard.optim.probe import StateLayout
 from zeroshard.optim.spans import GradientOf, SpanOptimizer
 from zeroshard.optim.tensor_optimizer import Fused
@@ -38,6 +39,11 @@ class CollectiveSpans(ABC):
     def optimizer(self) -> torch.optim.Optimizer:
         """The user's."""
         return self._optimizer.optimizer
+
+    @property
+    def held(self) -> HeldTensors:
+        """What the optimizer holds."""
+        return self._optimizer.held
 
     @property
     def layout(self) -> StateLayout:

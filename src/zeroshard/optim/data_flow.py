@@ -58,12 +58,16 @@ class DataFlow(TorchDispatchMode):
         together: whether it read something of several parameters at once.
         random: whether an operation drew random numbers.
         shapes: whether Python asked for the shape of a tensor.
+        used: parameters whose data went into any operation, or were read.
+        written: the memories that operations have changed.
         program: the operations in their order, with their numbers, if they are kept.
     """
 
     def __init__(self, keep: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.read: set[int] = set()
+        self.used: set[int] = set()
+        self.written: set[int] = set()
         self.together = self.random = self.shapes = False
         self.program: list[Any] | None = [] if keep else None
         self._origins: dict[int, DataOrigin] = {}
@@ -86,7 +90,7 @@ class DataFlow(TorchDispatchMode):
 
     def origin(self, tensor: Tensor) -> DataOrigin:
         """The origin of a tensor's memory."""
-        return _joined(self._each(tensor)) if _memory(tensor) in self._packed else self._origin(tensor)
+        return _joined(self._each(tensor)) if memory_of(tensor) in self._packed else self._origin(tensor)
 
     def left(self, tensors: Iterable[Tensor]) -> None:
         """Python has read these otherwise than by an operation."""
@@ -115,6 +119,7 @@ class DataFlow(TorchDispatchMode):
         written = [given[key] for key in changed if given.get(key) is not None]
         if func.is_view:
             return
+        self.written.update(map(memory_of, _tensors(written)))
         if name.startswith(LISTS) and func.namespace == "aten":
             self._follow_lists(name, [*given.values()], written, result)
             return
@@ -126,7 +131,7 @@ class DataFlow(TorchDispatchMode):
                 self._set(tensor, DataOrigin(mixed=tensor.numel() > 1))
         elif name in ("stack", "cat") and given.get("dim", 0) == 0 and all(map(Tensor.is_contiguous, inputs)):
             self._set(result, DataOrigin(mixed=True))
-            self._packed[_memory(result)] = [each for tensor in inputs for each in self._each(tensor)]
+            self._packed[memory_of(result)] = [each for tensor in inputs for each in self._each(tensor)]
         elif name not in EVEN:
             self._flow(keeps, inputs, outputs)
         else:
@@ -145,10 +150,11 @@ class DataFlow(TorchDispatchMode):
 
     def _flow(self, keeps: bool, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         """Data go from inputs to outputs, which keeps places or mixes them."""
-        if keeps and any(_memory(tensor) in self._packed for tensor in inputs) and self._flow_packed(inputs, outputs):
+        if keeps and any(memory_of(tensor) in self._packed for tensor in inputs) and self._flow_packed(inputs, outputs):
             return
         origins = [(tensor, self.origin(tensor)) for tensor in inputs]
         found = frozenset().union(*(origin.parameters for _, origin in origins))
+        self.used |= found
         for output in outputs:
             mixed = any(origin.mixed for _, origin in origins)
             if found:
@@ -165,17 +171,18 @@ class DataFlow(TorchDispatchMode):
         size = max(tensor.numel() for tensor in inputs)
         if any(tensor.numel() not in (1, size) for tensor in inputs) or any(t.numel() != size for t in outputs):
             return False
+        self.used.update(*(self.origin(tensor).parameters for tensor in inputs))
         each = [self._each(tensor) * (size // tensor.numel()) for tensor in inputs]
         for output in outputs:
             if not _is_whole(output):
                 return False
             self._set(output, DataOrigin(mixed=True))
-            self._packed[_memory(output)] = [_joined(origins) for origins in zip(*each, strict=True)]
+            self._packed[memory_of(output)] = [_joined(origins) for origins in zip(*each, strict=True)]
         return True
 
     def _each(self, tensor: Tensor) -> list[DataOrigin]:
         """The origins of the elements of a tensor."""
-        packed = self._packed.get(_memory(tensor))
+        packed = self._packed.get(memory_of(tensor))
         if packed is None:
             return [DataOrigin(self._origin(tensor).parameters, mixed=True)] * tensor.numel()
         if tensor.numel() > 1 and not tensor.is_contiguous():
@@ -183,10 +190,10 @@ class DataFlow(TorchDispatchMode):
         return packed[tensor.storage_offset() : tensor.storage_offset() + tensor.numel()]
 
     def _origin(self, tensor: Tensor) -> DataOrigin:
-        return self._origins.get(_memory(tensor), NONE)
+        return self._origins.get(memory_of(tensor), NONE)
 
     def _set(self, tensor: Tensor, origin: DataOrigin) -> None:
-        memory = _memory(tensor)
+        memory = memory_of(tensor)
         self._packed.pop(memory, None)
         if memory not in self._origins:
             self._alive.append(tensor.untyped_storage())
@@ -196,6 +203,7 @@ class DataFlow(TorchDispatchMode):
         known = [origin for origin in origins if origin.parameters]
         found = set().union(*(origin.parameters for origin in known))
         self.read |= found
+        self.used |= found
         self.together |= len(found) > 1
 
 
@@ -243,7 +251,8 @@ def _masks(name: str, args: Sequence[Any]) -> bool:
     return mask is not None and mask.dtype == torch.bool and mask.shape == args[0].shape and args[2].numel() == 1
 
 
-def _memory(tensor: Tensor) -> int:
+def memory_of(tensor: Tensor) -> int:
+    """A key of the memory of a tensor, as long as that lives."""
     return int(tensor.untyped_storage()._cdata)
 
 

@@ -5,8 +5,8 @@ Python reads values of a parameter, that one gets gradients and values of every 
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from zeroshard.errors import OptimizerError
-from zeroshard.optim.data_flow import DataFlow
+from zeroshard.optim.data_flow import DataFlow, memory_of
 from zeroshard.optim.twins import attributes_of, twin_of, twin_over
 
 SIDES = (7, 5, 3, 2, 2)  # of trial tensors
 FACTORS = (0.0, 1e-25, 1e25, math.nan)  # on the gradients of a parameter that is disturbed
 COUNTS = (10, 1000)  # steps to which counts are set, as rules may change with them
 GROUPS = 64  # that are watched
+GRADIENT = -1  # in the place of a parameter's number, for gradients
 
 Options = Mapping[str, Any]
 
@@ -75,9 +76,14 @@ def _watched(trial: "_Trial") -> Dependence:
             f"{trial.name} draws random numbers. Ranks that update the same parameter would draw others, and none "
             f"those of one process: use an optimizer that draws none."
         )
+    return _judged(trial, flow)
+
+
+def _judged(trial: "_Trial", flow: DataFlow) -> Dependence:
+    """What the data that a trial has left say."""
     trial.read = bool(flow.read)
-    on_elements = "its step reads values of the parameter by Python" if flow.read else None
-    on_parameters = "its step reads numbers that come from several parameters" if flow.together else None
+    on_elements = "Python reads values of the parameter" if flow.read else None
+    on_parameters = "Python reads numbers that come from several parameters" if flow.together else None
     for number, parameter in enumerate(trial.parameters):
         for what, tensor in trial.kept(parameter):
             origin = flow.origin(tensor)
@@ -88,6 +94,65 @@ def _watched(trial: "_Trial") -> Dependence:
     if any(flow.origin(tensor).parameters for tensor in trial.shared):
         on_parameters = "a tensor of its groups or attributes holds data of parameters"
     return Dependence(on_elements, on_parameters, flow.shapes)
+
+
+@dataclass(frozen=True, slots=True)
+class MethodCall:
+    """A call of a method of an optimizer."""
+
+    method: str
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def of(self, optimizer: torch.optim.Optimizer) -> Any:
+        """MethodCall the method of the object's class."""
+        return getattr(type(optimizer), self.method)(optimizer, *self.args, **self.kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """What a method of an optimizer, other than its step, does with tensors.
+
+    Attributes:
+        writes: whether it changes parameters or states.
+        refused: why it cannot run over slices, in words; None if it can.
+    """
+
+    writes: bool = False
+    refused: str | None = None
+
+
+def effect_of(optimizer: torch.optim.Optimizer, call: MethodCall, before: Iterable[MethodCall], whole: bool) -> Effect:
+    """Watch a call of a method of an optimizer as it is now, over small parameters after two steps.
+
+    Args:
+        before: calls that may have made states.
+        whole: whether the optimizer has whole parameters, each on one rank; else slices.
+    """
+    members = _members(optimizer)
+    trial, flow = _Trial(optimizer, members), DataFlow()
+    trial.take(None)
+    for earlier in before:
+        earlier.of(trial.twin)
+    for group, (options, _) in zip(trial.twin.param_groups, members, strict=True):
+        group.update({key: value for key, value in options.items() if key in group and key != "param_names"})
+    memories = trial.memories
+    for number, parameter in enumerate(trial.parameters):
+        for _, tensor in trial.kept(parameter):
+            flow.give(tensor, number)
+        assert parameter.grad is not None
+        flow.give(parameter.grad, GRADIENT)
+    with flow:
+        call.of(trial.twin)
+    writes = bool(flow.written & memories) or trial.memories != memories
+    found = _judged(trial, flow)
+    if GRADIENT in flow.used:
+        return Effect(writes, "it reads gradients, which the engine holds")
+    if flow.random:
+        return Effect(writes, "it draws random numbers, which would be others on each rank")
+    if flow.used and not writes:
+        return Effect(writes, "it reads weights or states, of which each rank has a slice")
+    return Effect(writes, found.on_parameters or (None if whole else found.on_elements))
 
 
 def shaped_alike(optimizer: torch.optim.Optimizer) -> bool:
@@ -183,6 +248,11 @@ class _Trial:
             for count in COUNTS if flow is not None else ():
                 self._set_counts(count - 1)
                 self._step(flow, disturbed, factor)
+
+    @property
+    def memories(self) -> set[int]:
+        """Of all parameters and their states."""
+        return {memory_of(tensor) for parameter in self.parameters for _, tensor in self.kept(parameter)}
 
     def kept(self, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
         """The values and states of a parameter."""

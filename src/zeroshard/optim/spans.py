@@ -7,7 +7,6 @@ elementwise optimizer; so a parameter without a gradient is skipped exactly as t
 
 import copy
 import itertools
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from zeroshard.errors import OptimizerError
 from zeroshard.memory.ledger import Category, Ledger
+from zeroshard.optim.held_tensors import HeldTensors
 from zeroshard.optim.in_memory import fast_on_cpus
 from zeroshard.optim.one_step import OneStep
 from zeroshard.optim.owners import Owners
@@ -49,13 +49,15 @@ GradientOf = Callable[[SliceSpan], torch.Tensor | None]
 class SpanOptimizer:
     """Points a torch optimizer at spans instead of the model's parameters, in place.
 
-    The optimizer object stays the user's, so learning-rate schedulers that hold it go on working.
+    The optimizer object stays the user's, so learning-rate schedulers that hold it go on working. See
+    `HeldTensors` for what it has between its steps.
 
     Attributes:
         optimizer: the user's.
         layout: of its states.
         owners: of whole parameters; of none, unless they are dealt out.
         sizes: of the states of whole parameters.
+        held: what the optimizer holds when, and the states of each span by its tensor.
         one_step: the calls for all flats as one step, which whoever updates them ends.
     """
 
@@ -67,9 +69,7 @@ class SpanOptimizer:
         self._tiers: list[str | None] = []
         self._states_bytes = {"device": 0, "host": 0}  # that this object has entered into the ledger
         self._seen_bytes = {"device": 0, "host": 0}  # of scalars, likewise
-        self.sizes = StateSizes(optimizer)
-        self._stepping, self.one_step = False, OneStep(optimizer)
-        optimizer.register_step_pre_hook(self._refuse_user_step)
+        self.sizes, self.held, self.one_step = StateSizes(optimizer), HeldTensors(optimizer), OneStep(optimizer)
         self._sizes: list[int] = []  # elements of each flat's slice; of uneven slices the mean, the same on all ranks
         self._joined: list[SliceSpan] = []  # of flats whose steps were put off
         self._joined_elements = 0
@@ -120,43 +120,12 @@ class SpanOptimizer:
 
     def install_spans(self) -> None:
         """Give the optimizer its spans, once all are made and have their values: other ranks may write these."""
-        every, templates = [span for spans in self._spans for span in spans], self.sizes.templates
-        fresh = [(span, fresh_state(self.optimizer, templates[span.group], span.tensor)) for span in every]
-        self.optimizer.state.clear()
-        self.optimizer.state.update((span.tensor, state) for span, state in fresh if state)
+        templates = self.sizes.templates
+        fresh = [(span, fresh_state(self.optimizer, templates[span.group], span.tensor)) for span in self.every]
+        self.held.states.clear()
+        self.held.states.update((span.tensor, state) for span, state in fresh if state)
         self._refill_groups()
         self.account()
-
-    def guard(self, discard: Callable[[bool], None]) -> None:
-        """Let the optimizer's `zero_grad` discard the gradients in the engine, and refuse new groups.
-
-        Args:
-            discard: called with `set_to_none`: drop the gradients, or else zero them and still apply them.
-        """
-        discarding = weakref.WeakMethod(discard)
-
-        def zero_grad(set_to_none: bool = True) -> None:
-            method = discarding()
-            if method is not None and not self._stepping:  # at its end a step discards them by itself
-                method(set_to_none)
-
-        def add_param_group(param_group: dict[str, Any]) -> None:
-            raise OptimizerError(
-                "add_param_group was called after the engine was made, which gives every parameter its slice and "
-                "states at the start; the new group would never be trained. Put all parameters into the optimizer "
-                "first, and freeze those that are to be trained later with requires_grad_(False) after the engine is "
-                "made."
-            )
-
-        self.optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
-        self.optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
-
-    def _refuse_user_step(self, *_: Any) -> None:
-        if not self._stepping:
-            raise OptimizerError(
-                "The optimizer runs on slices whose gradients the engine holds, so its own step would do nothing. "
-                "Call engine.step()."
-            )
 
     @property
     def reads_alone(self) -> bool:
@@ -169,6 +138,11 @@ class SpanOptimizer:
         """Whether `step` takes work around it: of a class that does such work, itself, without hooks of the user's."""
         before, after = self.optimizer._optimizer_step_pre_hooks, self.optimizer._optimizer_step_post_hooks
         return bool(vars(type(self.optimizer)).get("fuses")) and len(before) == 1 and not after
+
+    @property
+    def every(self) -> list[SliceSpan]:
+        """The spans of all flats."""
+        return [span for spans in self._spans for span in spans]
 
     def spans(self, number: int) -> list[SliceSpan]:
         """The spans of one flat."""
@@ -241,21 +215,12 @@ class SpanOptimizer:
             call()
 
     def _step(self, spans: Sequence[SliceSpan]) -> None:
-        groups = self.optimizer.param_groups
-        all_tensors = [group["params"] for group in groups]
-        for place, group in enumerate(groups):  # or the optimizer would look through all others for gradients
-            group["params"] = [span.tensor for span in spans if span.group == place]
+        groups = range(len(self.optimizer.param_groups))
         given = [span.tensor.data for span in spans] if self.layout.rebinds else []
-        self._stepping = True
-        try:
+        # with all spans the optimizer would look through the others for gradients
+        with self.held.inside([[span.tensor for span in spans if span.group == group] for group in groups]):
             self.one_step.call()
-        finally:
-            self._stepping = False
-            for group, tensors in zip(groups, all_tensors, strict=True):
-                group["params"] = tensors
-        for span, values in zip(spans, given, strict=False):
-            if span.tensor.data_ptr() != values.data_ptr():
-                span.tensor.data = values.copy_(span.tensor.data)
+        put_back(spans, given)
         for span in spans:
             _hide_gradient(span)
 
@@ -280,7 +245,7 @@ class SpanOptimizer:
         states = dict.fromkeys(self._tiers, 0)
         scalars = dict.fromkeys(("device", "host"), 0)
         for tier, span in ((tier, s) for tier, spans in zip(self._tiers, self._spans, strict=True) for s in spans):
-            for value in tree_leaves(dict(self.optimizer.state.get(span.tensor, {}))):
+            for value in tree_leaves(dict(self.held.states.get(span.tensor, {}))):
                 if isinstance(value, torch.Tensor):
                     scalar = value.dim() == 0
                     states[tier] += 0 if scalar else value.nbytes
@@ -297,21 +262,27 @@ class SpanOptimizer:
                 self._seen_bytes[place] = nbytes
 
     def _split(self, span: SliceSpan, places: list[int]) -> list[SliceSpan]:
-        state = self.optimizer.state.pop(span.tensor, {})
+        state = self.held.states.pop(span.tensor, {})
         parts = []
         for low, high in itertools.pairwise(places):
             a, b = low - span.start, high - span.start
             part = SliceSpan(low, high, span.group, span.tensor.detach()[a:b])
             _hide_gradient(part)
             if state:
-                self.optimizer.state[part.tensor] = {k: _part(v, span.tensor.shape, a, b) for k, v in state.items()}
+                self.held.states[part.tensor] = {k: _part(v, span.tensor.shape, a, b) for k, v in state.items()}
             parts.append(part)
         return parts
 
     def _refill_groups(self) -> None:
-        for number, group in enumerate(self.optimizer.param_groups):
-            group.pop("param_names", None)
-            group["params"] = [s.tensor for spans in self._spans for s in spans if s.group == number]
+        every, groups = self.every, range(len(self.optimizer.param_groups))
+        self.held.fill([[span.tensor for span in every if span.group == group] for group in groups])
+
+
+def put_back(spans: Sequence[SliceSpan], places: Sequence[torch.Tensor]) -> None:
+    """Copy values that a step has put elsewhere (`p.data = values`) to their places."""
+    for span, values in zip(spans, places, strict=False):
+        if span.tensor.data_ptr() != values.data_ptr():
+            span.tensor.data = values.copy_(span.tensor.data)
 
 
 def _hide_gradient(span: SliceSpan) -> None:

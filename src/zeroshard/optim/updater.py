@@ -163,9 +163,9 @@ class DeviceUpdater(Untrained):
 
     def load_state(self, span: Span, state: dict[str, Any] | None) -> None:
         """Set the optimizer's states of a span; None for no states yet."""
-        self._optimizer.optimizer.state.pop(span.tensor, None)
+        self._optimizer.held.states.pop(span.tensor, None)
         if state is not None:
-            self._optimizer.optimizer.state[span.tensor] = state
+            self._optimizer.held.states[span.tensor] = state
 
     def planned(self) -> Iterator[Planned]:
         """The optimizer's states of the values that this rank updates."""
@@ -198,7 +198,7 @@ class DeviceUpdater(Untrained):
         return self.weights.rank if self.values.numel() < self.weights.flat.index.padded_numel else None
 
     def _state(self, span: Span) -> dict[str, Any]:
-        state: dict[str, Any] = self._optimizer.optimizer.state.get(span.tensor, {})
+        state: dict[str, Any] = self._optimizer.held.states.get(span.tensor, {})
         return state
 
     def _per_element(self, value: Any, span: Span) -> bool:

@@ -106,6 +106,29 @@ def whole_pieces(part: Part, interval: tuple[int, int]) -> Iterator[TensorPiece]
             yield from (TensorPiece.whole(f"{path}:{name}", values) for path, values in tensors.items())
 
 
+def elements_of(part: Part, low: int, high: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """States of the elements [low, high) of one parameter, which may lie in several spans, by name."""
+    found: dict[str, list[torch.Tensor]] = {}
+    for span in part.updater.spans:
+        a, b = max(low, span.start), min(high, span.stop)
+        if a < b:
+            for key, values in part.updater.elements(span).items():
+                found.setdefault(key, []).append(values[a - span.start : b - span.start])
+    for key, several in found.items():
+        yield key, several[0] if len(several) == 1 else torch.cat(several)
+
+
+def state_pieces(part: Part) -> Iterator[TensorPiece]:
+    """The tensors in states of this rank's slice of a part, as boxes of those of whole parameters."""
+    index, interval = part.flat.index, part.flat.index.interval(part.weights.rank)
+    for number, low, high in index.overlaps(*interval):
+        for kind, values in elements_of(part, low, high):
+            for (box, inside), counted in part.boxes(number, low, values):
+                if counted:
+                    yield TensorPiece(f"{kind}:{index.entries[number].name}", part.whole_shape(number), box, inside)
+    yield from whole_pieces(part, interval)
+
+
 def scalars_of(part: Part) -> dict[str, dict[str, Any]]:
     """States that are no element's (step counts), by parameter."""
     found: dict[str, dict[str, Any]] = {}
