@@ -21,6 +21,7 @@ from zeroshard.parameters.writes import Writes
 from zeroshard.parts.agreement import Answer, check_together, written_flags
 from zeroshard.parts.axes import Axes
 from zeroshard.parts.part import Counted, Part
+from zeroshard.parts.same_batches import SameBatches
 from zeroshard.parts.steps import Settled
 from zeroshard.units import wide_norm
 from zeroshard.zero.reduce import average
@@ -41,6 +42,8 @@ class Update:
         self._writes = writes
         self._step = 0
         self._settings = Settings()
+        if not backward.explicit:  # an order of several stages compares batches itself
+            backward.batches = SameBatches(axes.same_data)
         self._sound = True  # whether the losses of this rank are finite
 
     def settle(self, step: int, wanted: str = "") -> Settled:
@@ -222,6 +225,7 @@ class Update:
             gradients.consume()
         self._backward.count = self._averaged = 0
         self._backward.losses.clear()
+        self._backward.batches.clear()
         self._settled = None
 
     def _agree(self, step: int, wanted: str) -> list[Answer]:
@@ -231,11 +235,14 @@ class Update:
         settings = self._settings.checksum(groups) if self._comm.mesh.ranks > 1 else 0
         written = b"".join(map(written_flags, self._backward.gradients))
         losses = self._backward.losses.report
-        mine = Answer(step, self._axes.digests, settings, squares, self._sound, losses, unreduced, written)
+        batches = self._backward.batches
+        digests = *self._axes.digests, *batches.read()
+        mine = Answer(step, digests, settings, squares, self._sound, losses, unreduced, written)
         label = f"agreement on step {step}" + (f", {wanted}" if wanted else "")
         frames = self._comm.agree(mine.pack(units), label)
         answers = [Answer.unpack(frame, units, len(mine.digests)) for frame in frames]
         check_together(answers, self._axes.new_groups)
+        batches.check([answer.digests[-1] for answer in answers], step)
         if len({answer.settings for answer in answers}) > 1:
             check_settings(self._comm, groups)
         return answers

@@ -142,6 +142,11 @@ class Axes:
         return [self._groups_of(name, ranks) for name in self.new]
 
     @property
+    def same_data(self) -> Partition:
+        """The ranks of the stage that work on the same data, of each batch."""
+        return self._on_same_data(self._stage.mesh.ranks)
+
+    @property
     def named(self) -> list[Axis]:
         """All axes, in the same order on all ranks."""
         return list(self._known.values())

@@ -12,6 +12,7 @@ from zeroshard.errors import CommError
 from zeroshard.parts.gradients import Gradients
 from zeroshard.parts.losses import StepLosses
 from zeroshard.parts.part import Part
+from zeroshard.parts.same_batches import SameBatches
 from zeroshard.schedule import Schedule
 from zeroshard.schedule.run import Interpreter
 from zeroshard.traffic import Purpose
@@ -110,11 +111,13 @@ class Backwards(Protocol):
         under_scale: whether the loss of the backward under way was multiplied by the loss scale.
         count: backwards since the last update.
         losses: of those backwards.
+        batches: of their forwards.
     """
 
     under_scale: bool
     count: int
     losses: StepLosses
+    batches: SameBatches
 
     @property
     def reductions(self) -> Reduces:

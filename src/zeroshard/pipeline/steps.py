@@ -16,6 +16,7 @@ from zeroshard.errors import BatchError, NonFiniteError, PlanError
 from zeroshard.parts.batch import uneven_microbatches
 from zeroshard.parts.losses import REPORT, LossReport, means_alone
 from zeroshard.parts.part import Parts
+from zeroshard.parts.same_batches import SameBatches
 from zeroshard.parts.steps import Backwards, Decides, Run, Updates
 from zeroshard.pipeline.bypass import NUMBERS, SentValues
 from zeroshard.pipeline.executor import Executor, Microbatch
@@ -27,7 +28,7 @@ from zeroshard.schedule import Kind
 
 LOANS = {Kind.LEND: Purpose.LEND_WEIGHTS, Kind.REPAY: Purpose.REPAY_GRADIENTS}
 LEAVING = (Kind.SEND_FORWARD, Kind.RECEIVE_BACKWARD)  # messages of the activation that leaves a chunk
-WORD = struct.Struct("<dd?")  # a rank's squared norm, its share of the loss, and whether its losses are finite
+WORD = struct.Struct("<dd?I")  # of a rank: squared norm, share of the loss, whether its losses are finite, its batch
 
 
 class PipelineOrder:
@@ -65,6 +66,7 @@ class PipelineOrder:
         self._gathers = Counter(action.chunk for action in self.actions if action.kind is Kind.GATHER)
         self._updates = 0
         self._loss: Tensor | None = None
+        self._batches = SameBatches(_on_same_data(stage))
         self._shapes: list[dict[int, Entering]] = []  # of each microbatch of the last step
 
     def step(self, batch: Any) -> Tensor | None:
@@ -86,6 +88,9 @@ class PipelineOrder:
             }
         )
         self._loss = None
+        self._batches.add(batch)
+        if pipeline.streams and not self.fed:
+            self._compare_batches()  # the others of a schedule that never flushes are compared at its end
         self._shapes = [executor.shapes(part) for part, _ in parts]
         executor.run(pipeline.step(rank, self.fed))
         if pipeline.streams:
@@ -97,6 +102,8 @@ class PipelineOrder:
 
     def flush(self) -> None:
         """Finish the microbatches in flight; all stages then have weights that saw the same microbatches."""
+        if self.fed:
+            self._compare_batches()
         rest = self.stage.pipeline.rest(self.stage.rank, self.fed)
         self.executor.run(rest)
         self.executor.restart()
@@ -203,18 +210,28 @@ class PipelineOrder:
         if stage.place:  # the first rank that works on a batch tells its losses
             loss, report = 0.0, LossReport()
         comm = self.executor.messages.comm
-        word = WORD.pack((settled.norm * gain) ** 2, loss, settled.sound) + REPORT.pack(*report)
+        word = WORD.pack((settled.norm * gain) ** 2, loss, settled.sound, *self._batches.read()) + REPORT.pack(*report)
         frames = comm.agree(word, f"agreement of all stages, {self._updates}")
         answers = [WORD.unpack_from(frame) for frame in frames]
         losses = [LossReport(*REPORT.unpack_from(frame, WORD.size)) for frame in frames]
         squares = sum(answers[layout.members(s)[0]][0] for s in range(layout.stages))
-        self._loss = torch.tensor(sum(loss for _, loss, _ in answers) / stage.data_ranks)
+        self._loss = torch.tensor(sum(loss for _, loss, *_ in answers) / stage.data_ranks)
         try:
+            self._batches.check([batches for *_, batches in answers], self._updates)
             whole = self._step_losses.close(losses, stage.data_ranks)
         except (BatchError, NonFiniteError):
             self._update.consume()
             raise
-        return self._conclude(math.sqrt(squares) * whole, gain * whole, all(sound for _, _, sound in answers))
+        finally:
+            self._batches.clear()
+        return self._conclude(math.sqrt(squares) * whole, gain * whole, all(sound for _, _, sound, _ in answers))
+
+    def _compare_batches(self) -> None:
+        comm = self.executor.messages.comm
+        word = struct.pack("<I", *self._batches.read())
+        frames = comm.agree(word, f"batches, {self.fed} steps after a flush")
+        self._batches.clear()
+        self._batches.check([number for frame in frames for number in struct.unpack("<I", frame)], self.fed)
 
     def _decide_alone(self) -> float | None:
         """This stage's verdict on one update: it waits for no ranks but its replicas."""
@@ -230,6 +247,13 @@ class PipelineOrder:
             self._update.consume()
             raise
         return None if verdict.skip else verdict.factor * gain
+
+
+def _on_same_data(stage: Stage) -> list[list[int]]:
+    """The ranks of all stages that are given the same batch, by data rank."""
+    layout = stage.pipeline.layout
+    data_rank = [layout.replica_of(rank) if stage.data_ranks > 1 else 0 for rank in range(layout.ranks)]
+    return [[rank for rank, of in enumerate(data_rank) if of == number] for number in range(stage.data_ranks)]
 
 
 def _stash(stage: Stage, parts: Parts, backward: Backwards) -> None:
