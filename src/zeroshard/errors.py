@@ -41,7 +41,10 @@ class BudgetExceeded(ZeroshardError, MemoryError):
 
     Attributes:
         found: the message without the way out.
+        shared: whether the other ranks raise it too, or have been told.
     """
+
+    shared = False
 
     def __init__(self, found: str, way_out: str = "") -> None:
         super().__init__(f"{found} {way_out}".rstrip())
@@ -50,6 +53,12 @@ class BudgetExceeded(ZeroshardError, MemoryError):
 
 class CommError(ZeroshardError, RuntimeError):
     """A collective that cannot complete: ranks disagree, a rank is silent, or a connection broke."""
+
+
+class BudgetExceededElsewhere(BudgetExceeded, CommError):
+    """Another rank is over its budget, which ends what this one waits for."""
+
+    shared = True
 
 
 class CheckpointError(ZeroshardError, RuntimeError):

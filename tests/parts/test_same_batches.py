@@ -79,7 +79,12 @@ def test_nothing_is_read_where_no_ranks_share_a_batch() -> None:
 
 def test_every_kind_of_tensor_has_a_checksum() -> None:
     tensors = [torch.ones(2, 3), torch.ones(2, dtype=torch.bfloat16), torch.ones(3, dtype=torch.complex64)]
-    tensors += [torch.tensor(2.5), torch.ones(2, 2, dtype=torch.bool), torch.ones(0, 4), torch.ones(4, dtype=torch.uint8)]
+    tensors += [
+        torch.tensor(2.5),
+        torch.ones(2, 2, dtype=torch.bool),
+        torch.ones(0, 4),
+        torch.ones(4, dtype=torch.uint8),
+    ]
     seen = set()
     for tensor in tensors:
         for value in (tensor, tensor * 0):

@@ -10,8 +10,10 @@ import re
 from collections.abc import Callable
 from typing import Concatenate, ParamSpec, TypeVar
 
+from zeroshard.comm.collectives import Comm
 from zeroshard.comm.mesh import Mesh, local_ranks
-from zeroshard.errors import BudgetExceeded, ZeroshardError
+from zeroshard.comm.over_budget import announce_over_budget
+from zeroshard.errors import BudgetExceeded, BudgetExceededElsewhere, ZeroshardError
 from zeroshard.memory import find_rooms
 from zeroshard.memory.ledger import WAYS_OUT, Ledger
 from zeroshard.platform.accelerator import is_accelerator
@@ -26,7 +28,7 @@ R = TypeVar("R")
 
 
 def raises_budget_exceeded(method: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E, P], R]:
-    """Let a method of an engine raise `BudgetExceeded` if the system has no memory for it."""
+    """Let a method of an engine raise `BudgetExceeded` if the system has no memory for it, and so on all ranks."""
 
     @functools.wraps(method)
     def call(self: E, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -34,10 +36,40 @@ def raises_budget_exceeded(method: Callable[Concatenate[E, P], R]) -> Callable[C
             return method(self, *args, **kwargs)
         except (MemoryError, RuntimeError, OSError) as error:
             if isinstance(error, ZeroshardError) or not is_refusal(error):
+                if isinstance(error, BudgetExceeded):
+                    _announce(self, error)
                 raise
-            raise exceeded(error, method.__name__, getattr(self, "ledger", None)) from error
+            found = exceeded(error, method.__name__, getattr(self, "ledger", None))
+            _announce(self, found)
+            raise found from error
 
     return call
+
+
+def _announce(engine: object, error: BudgetExceeded) -> None:
+    mesh = getattr(engine, "mesh", None)
+    if mesh is not None:
+        announce_over_budget(mesh, error)
+
+
+def raise_together(comm: Comm, check: Callable[[], None]) -> None:
+    """Run a check of this rank's memory, and raise on all ranks if one of them has not enough; a collective call.
+
+    Raises:
+        BudgetExceeded: with the rank, if it is another.
+    """
+    own: BudgetExceeded | None = None
+    try:
+        check()
+    except BudgetExceeded as error:
+        own = error
+    found = comm.agree_on(None if own is None else str(own), "room for the states")
+    rank = next((rank for rank, text in enumerate(found) if text is not None), None)
+    if rank is None:
+        return
+    own = own or BudgetExceededElsewhere(f"Rank {rank} is over its budget: {found[rank]}")
+    own.shared = True
+    raise own
 
 
 def is_refusal(error: BaseException) -> bool:

@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from zeroshard.comm.hang_detector import PATIENCE, HangDetector
 from zeroshard.comm.mesh import Mesh, part_of
+from zeroshard.comm.over_budget import over_budget_elsewhere
 from zeroshard.comm.pending import Exchange, InPlace, Pending, Position, SideBySide
 from zeroshard.comm.rendezvous import SHORTEST, give_up
 from zeroshard.errors import CommError, PlanError
@@ -414,6 +415,9 @@ class Comm:
         """Raise if another rank provably waits for a different operation, or if the time is up."""
         rank, store = self.mesh.rank, self.mesh.store
         assert store is not None
+        elsewhere = over_budget_elsewhere(self.mesh)
+        if elsewhere is not None:
+            raise elsewhere
         first = self.failure()
         if first:
             raise CommError(f"Rank {rank} stopped in '{place.label}' because {first}")

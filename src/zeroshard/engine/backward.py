@@ -16,7 +16,6 @@ from zeroshard.errors import PlanError
 from zeroshard.parts.gradient_room import Lent, RowGradient, goes_straight, offer_room
 from zeroshard.parts.gradients import Gradients
 from zeroshard.parts.losses import BY_MEAN, StepLosses
-from zeroshard.parts.same_batches import SameBatches
 from zeroshard.zero import PassKind
 from zeroshard.zero.grad_attribute import unreadable
 from zeroshard.zero.reductions import Expected, Reductions
@@ -38,7 +37,6 @@ class Backward:
         under_scale: whether the engine multiplied the loss of the backward under way.
         count: backwards since the last update.
         losses: of those backwards.
-        batches: of their forwards.
     """
 
     def __init__(self, assembly: Assembly, comm: Comm, losses: StepLosses, needs_scale: bool, explicit: bool) -> None:
@@ -57,7 +55,7 @@ class Backward:
         self.reduces = True
         self.under_scale = False
         self.count = 0
-        self.losses, self.batches = losses, SameBatches([])
+        self.losses = losses
         for part, gradients in parts.trained:
             self.listen(gradients, part.flat.parameters)
 

@@ -12,8 +12,10 @@ from zeroshard.activations.make import SaverMeans, saver_of
 from zeroshard.activations.recomputation import Recomputation
 from zeroshard.activations.savers import Savers
 from zeroshard.checks.optimizer_groups import groups_of, refuse_used
+from zeroshard.checks.refused import raise_together
 from zeroshard.checks.whole_tensors import refuse_split
 from zeroshard.comm.collectives import Comm
+from zeroshard.comm.over_budget import begin_engine
 from zeroshard.engine.room_checks import RoomChecks
 from zeroshard.errors import PlanError
 from zeroshard.memory.ledger import Arena, Category, Ledger
@@ -118,6 +120,7 @@ class Builder:
         Raises:
             PlanError, ModelError, OptimizerError: plan, model or optimizer do not fit together.
         """
+        begin_engine(self._axes.world.mesh)
         refuse_used(torch_optimizer)
         layout = layout_of(torch_optimizer)
         skip = self._stage.skipped_modules
@@ -131,8 +134,8 @@ class Builder:
         self._spans = SpanOptimizer(torch_optimizer, self._ledger, layout)
         going = self._offload(units, torch_optimizer)
         checks = RoomChecks(self._plan, self._comm.mesh, self._ledger, self._stage, layout)
-        checks.budget(units, groups, lambda p: self._precision.dtype_of(p, p in kept).itemsize)
-        checks.machine(units, groups, going, self._lower)
+        itemsize = lambda p: self._precision.dtype_of(p, p in kept).itemsize  # noqa: E731
+        raise_together(self._axes.world, partial(checks.all, units, groups, itemsize, going, self._lower))
         self._share_memory(units)
         if self._lower is not None:
             gathers = all(self._gathers(axis.comm) for axis in self._slicing)
@@ -157,16 +160,20 @@ class Builder:
         self._axes.begin()
         self._spans.install_spans()
         self._late.spans_installed()
-        more = self._spans.state_bytes() - self._ledger.account(Category.OPTIMIZER_STATES).current
-        self._ledger.check_room(Category.OPTIMIZER_STATES, more, "the first step")  # in which torch makes them
         gatherer = self._gatherer(units, parts)
         tier = self._lower if self._plan.offloading.activations else None
         saver = saver_of(SaverMeans(self._plan.saving, self._ledger, self._model, self._key, tier))
         messages = self._arena if self._comm.shared is None else Arena(self._ledger, self._axes.world.buffer)
+        raise_together(self._axes.world, self._room_for_states)
         return Assembly(
             Parts(units, parts, self._arena, messages, gatherer, self._random_numbers(techniques)),
             self._spans, self._precision, gatherer, self._late, saver,
         )  # fmt: skip
+
+    def _room_for_states(self) -> None:
+        """Refuse states without room before the first step, in which torch makes them."""
+        more = self._spans.state_bytes() - self._ledger.account(Category.OPTIMIZER_STATES).current
+        self._ledger.check_room(Category.OPTIMIZER_STATES, more, "the first step")
 
     def _cut(self, technique: Technique, optimizer: torch.optim.Optimizer, materialiser: Materialiser) -> None:
         """Let a technique put parts in the place of parameters, and the optimizer have those."""

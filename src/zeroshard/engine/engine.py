@@ -273,7 +273,7 @@ class Engine(Readings):
             BatchError: the batch does not divide, the model returned no loss, or as `step`. After an error, one of the
                 model too, the gradients of the step are gone.
         """
-        with whole_or_not(self._discard):
+        with whole_or_not(self._discard, self.mesh):
             loss = self._order.step(batch)
         return self._conclude(self._decision.last, loss)
 

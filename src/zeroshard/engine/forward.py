@@ -143,7 +143,7 @@ class Forward:
         if torch.is_grad_enabled():
             self.writes.refuse_unfrozen()
             if torch._C._current_graph_task_id() == -1:
-                self._backward.batches.add((args, kwargs))
+                self._backward.losses.batches.add((args, kwargs))
         if self._gatherer.passes and not self._gatherer.all_gathered:
             if torch._C._current_graph_task_id() != -1:
                 self._backward.begin()  # the whole model is being recomputed

@@ -70,7 +70,7 @@ class OneStage:
         self._batch, self._parts = batch, [(*cut, of_cut) for cut, of_cut in zip(cuts, rows, strict=True)]
         self._mean = torch.zeros((), device=self._mesh.device)
         self._losses.clear()
-        self._backwards.batches.add(batch)
+        self._backwards.losses.batches.add(batch)
         try:
             self.interpreter.run(self.actions)
         finally:

@@ -38,6 +38,18 @@ class RoomChecks:
     stage: Stage | WholeModel
     layout: StateLayout
 
+    def all(
+        self,
+        units: list[Unit],
+        groups: Groups,
+        itemsize: Callable[[nn.Parameter], int],
+        going: set[int],
+        lower: HostTiers | None,
+    ) -> None:
+        """Refuse what `budget` and `machine` do, which say what the arguments are."""
+        self.budget(units, groups, itemsize)
+        self.machine(units, groups, going, lower)
+
     def budget(self, units: list[Unit], groups: Groups, itemsize: Callable[[nn.Parameter], int]) -> None:
         """Refuse a budget that the weights alone exceed; and tell the ledger the way out of what it refuses later.
 

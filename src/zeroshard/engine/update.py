@@ -43,7 +43,7 @@ class Update:
         self._step = 0
         self._settings = Settings()
         if not backward.explicit:  # an order of several stages compares batches itself
-            backward.batches = SameBatches(axes.same_data)
+            backward.losses.batches = SameBatches(axes.same_data)
         self._sound = True  # whether the losses of this rank are finite
 
     def settle(self, step: int, wanted: str = "") -> Settled:
@@ -225,7 +225,6 @@ class Update:
             gradients.consume()
         self._backward.count = self._averaged = 0
         self._backward.losses.clear()
-        self._backward.batches.clear()
         self._settled = None
 
     def _agree(self, step: int, wanted: str) -> list[Answer]:
@@ -235,7 +234,7 @@ class Update:
         settings = self._settings.checksum(groups) if self._comm.mesh.ranks > 1 else 0
         written = b"".join(map(written_flags, self._backward.gradients))
         losses = self._backward.losses.report
-        batches = self._backward.batches
+        batches = self._backward.losses.batches
         digests = *self._axes.digests, *batches.read()
         mine = Answer(step, digests, settings, squares, self._sound, losses, unreduced, written)
         label = f"agreement on step {step}" + (f", {wanted}" if wanted else "")

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.errors import BatchError, NonFiniteError, PlanError
+from zeroshard.parts.same_batches import SameBatches
 
 BY_MEAN, BY_SUM = 1, 2
 FIRST_COUNT = 1024.0  # of each data rank, as long as no step has told its own
@@ -108,6 +109,7 @@ class StepLosses:
         count: of each data rank in the last step, on average; None before the first whose losses were sums.
         mean: of the last step, the whole sum over the whole count; None where losses are means.
         gain: the factor on the reduced gradients of the last step that makes them those of the mean.
+        batches: of the forwards, to be compared between ranks that work on the same data.
     """
 
     def __init__(self, skips: bool = False) -> None:
@@ -120,6 +122,7 @@ class StepLosses:
         self._next: float | None = None
         self.mean: Tensor | None = None
         self.gain = 1.0
+        self.batches = SameBatches([])
 
     @property
     def divisor(self) -> float:
@@ -210,6 +213,7 @@ class StepLosses:
         """The step is over, or its gradients are discarded."""
         self.values.clear()
         self._counts.clear()
+        self.batches.clear()
         self.kinds, self.report = 0, LossReport()
         self.count, self._next = self._next or self.count, None
 

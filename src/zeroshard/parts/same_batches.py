@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from zeroshard.errors import BatchError
 
-WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 FACTOR = 1_000_003  # of the sums of earlier tensors, as they are added up
 ROWS = 2**20  # the weights of rows begin anew after so many
 
@@ -85,7 +85,7 @@ def _sum(tensor: Tensor) -> Tensor:
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     if tensor.is_floating_point():
-        tensor = tensor.view(WORDS[tensor.dtype.itemsize])
+        tensor = tensor.view(INTEGERS[tensor.dtype.itemsize])
     if not tensor.dim():
         return tensor.to(torch.int64)
     rows = tensor.sum(dim=tuple(range(1, tensor.dim())), dtype=torch.int64) if tensor.dim() > 1 else tensor

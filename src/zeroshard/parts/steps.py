@@ -8,11 +8,12 @@ from typing import Any, Protocol
 import torch
 
 from zeroshard.comm.collectives import Comm
-from zeroshard.errors import CommError
+from zeroshard.comm.mesh import Mesh
+from zeroshard.comm.over_budget import announce_over_budget
+from zeroshard.errors import BudgetExceeded, CommError
 from zeroshard.parts.gradients import Gradients
 from zeroshard.parts.losses import StepLosses
 from zeroshard.parts.part import Part
-from zeroshard.parts.same_batches import SameBatches
 from zeroshard.schedule import Schedule
 from zeroshard.schedule.run import Interpreter
 from zeroshard.traffic import Purpose
@@ -21,13 +22,15 @@ Run = Callable[[Any], Any]  # runs the model on a microbatch, down to the loss
 
 
 @contextmanager
-def whole_or_not(discard: Callable[[], None]) -> Iterator[None]:
+def whole_or_not(discard: Callable[[], None], mesh: Mesh) -> Iterator[None]:
     """A step, of which an error leaves no gradients to the next; after one of the connection there is none."""
     try:
         yield
     except CommError:
         raise
-    except Exception:
+    except Exception as error:
+        if isinstance(error, BudgetExceeded):
+            announce_over_budget(mesh, error)
         with suppress(CommError):  # ranks that this one waits for may have met another error
             discard()
         raise
@@ -111,13 +114,11 @@ class Backwards(Protocol):
         under_scale: whether the loss of the backward under way was multiplied by the loss scale.
         count: backwards since the last update.
         losses: of those backwards.
-        batches: of their forwards.
     """
 
     under_scale: bool
     count: int
     losses: StepLosses
-    batches: SameBatches
 
     @property
     def reductions(self) -> Reduces:

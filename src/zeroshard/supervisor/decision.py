@@ -15,7 +15,15 @@ from zeroshard.supervisor.records import Culprit, FailureVerdict, RankState
 DONE, FAILED, WRONG_INPUT, STOPPED = 0, 1, 2, 75  # exit codes, as everywhere on the command line
 INTERRUPTED = 128 + signal.SIGINT  # exit code after Ctrl-C, as in shells
 SETTLE = 0.5  # seconds from the first failure to the decision, in which the cause can show beside its echoes
-ECHO_TYPES = ("CommError", "DistBackendError", "DistNetworkError", "DistStoreError", "BrokenPipeError", "EOFError")
+ECHO_TYPES = (
+    "CommError",
+    "BudgetExceededElsewhere",
+    "DistBackendError",
+    "DistNetworkError",
+    "DistStoreError",
+    "BrokenPipeError",
+    "EOFError",
+)
 ECHO_TEXTS = ("connection closed by peer", "connection reset by peer", "connection refused", "broken pipe")
 ECHO_SIGNALS = (signal.SIGABRT, signal.SIGTERM, signal.SIGPIPE)  # by which libraries and launchers end processes
 
