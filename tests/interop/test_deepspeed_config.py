@@ -37,6 +37,8 @@ KEYS_OF_0_19_6 = {  # the fields of its pydantic models, with their aliases
     "fp16": """auto_cast consecutive_hysteresis enabled fp16_master_weights_and_grads hysteresis initial_scale_power
         loss_scale loss_scale_window min_loss_scale""",
     "bf16": "bf16_master_weights_and_grads bf16_optimizer_states check_grad_overflow enabled immediate_grad_update",
+    "tensor_parallel": """autotp_size dtype injection_policy_tuple keep_module_on_host kernel_inject partition_config
+        preset_model replace_with_kernel_inject tensor_parallel tp tp_overlap_comm""",
 }
 
 
@@ -59,7 +61,7 @@ def test_every_key_that_deepspeed_validates_is_known(section: str) -> None:
 @pytest.mark.parametrize("section", [name for name in RULES if name not in ("optimizer", "scheduler")])
 def test_no_key_is_dropped_silently(section: str) -> None:
     for key, rule in RULES[section].items():
-        config: dict[str, Any] = {key: 5}
+        config: dict[str, Any] = {key: 5, **({"enabled": True} if section == "expert_parallel" else {})}
         for name in reversed(section.split(".") if section else []):
             config = {name: config}
         path = f"{section}.{key}" if section else key
@@ -81,6 +83,8 @@ def test_no_key_is_dropped_silently(section: str) -> None:
         {"zero_optimization": {"ignore_unused_parameters": True, "zero_quantized_weights": False}, "compile": {}},
         {"wall_clock_breakdown": False, "sequence_parallel_size": 1, "tensorboard": {"enabled": False}},
         {"bf16": {"enabled": False, "bf16_optimizer_states": False}, "zero_optimization": {"mics_shard_size": -1}},
+        {"tensor_parallel": {"autotp_size": 0}, "expert_parallel": {"autoep_size": 4, "route_norm": True}},
+        {"tensor_parallel": None, "expert_parallel": {"enabled": True, "autoep_size": 1, "top_k": "auto"}},
     ],
 )
 def test_what_is_off_is_no_matter(config: dict[str, Any]) -> None:
@@ -88,6 +92,24 @@ def test_what_is_off_is_no_matter(config: dict[str, Any]) -> None:
         warnings.simplefilter("error")
         found = zs.from_deepspeed({**CLIPPED, **config})
     assert not found.set_aside
+
+
+def test_ranks_that_split_layers_and_share_out_experts() -> None:
+    found = read(
+        {
+            **{"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}},
+            "tensor_parallel": {"autotp_size": 2, "tp_overlap_comm": True, "preset_model": "llama"},
+            "expert_parallel": {"enabled": True, "autoep_size": 4, "route_scale": 1.0},
+        },
+        ranks=4,
+    )
+    assert found.plan.tensor.ranks == 2 and found.plan.experts.ranks == 4 and found.plan.microbatches == 2
+    assert "tensor_parallel.autotp_size = 2: kept: Plan(tensor_parallel=2)" in str(found)
+    assert "expert_parallel.autoep_size = 4: kept: Plan(expert_parallel=4)" in str(found)
+    with pytest.warns(UserWarning, match=r"partition_config = .*not supported: .*TensorParallel\(layers="):
+        zs.from_deepspeed({**CLIPPED, "tensor_parallel": {"autotp_size": 2, "partition_config": {"layer_specs": []}}})
+    with pytest.raises(PlanError):
+        read({"tensor_parallel": {"autotp_size": 2.5}})
 
 
 def test_a_full_configuration(tmp_path: Path) -> None:
@@ -348,8 +370,15 @@ def test_a_schedule_of_torch() -> None:
         ({"stage": 3}, r"stage is unknown to DeepSpeed too; did you mean zero_optimization\.stage"),
         ({"zero_optimization": {"stag": 3}}, r"zero_optimization\.stag is unknown .* zero_optimization\.stage"),
         ({"zero_optimization": {"xyzzy": 1}}, r"zero_optimization\.xyzzy is unknown to DeepSpeed too; remove it"),
-        ({"optimizer": {"type": "Lamb"}}, "'Lamb' is not in torch.optim. Remove the section"),
-        ({"optimizer": {"type": "OneBitAdam"}}, "'OneBitAdam' is not in torch.optim"),
+        (
+            {"optimizer": {"type": "Lamb"}},
+            r"'Lamb' is not in torch.optim. zs.optim.LAMB is .*partial\(zs.optim.LAMB",
+        ),
+        ({"optimizer": {"type": "OneBitAdam"}}, r"'OneBitAdam' .*, nor .* of zs.optim \(LAMB, .*makes another run"),
+        ({"tensor_parallel": {"autotp_size": "two"}}, r"tensor_parallel.autotp_size is 'two', and it must be a number"),
+        ({"tensor_parallel": {"autotp": 2}}, r"tensor_parallel.autotp is unknown .*did you mean .*autotp_size"),
+        ({"tensor_parallel": 2}, "tensor_parallel is 2, and it must be an object"),
+        ({"expert_parallel": {"enabled": True, "top_k": 1}}, r"expert_parallel.top_k .*routing is that of the model"),
         ({"optimizer": {"type": "Optimizer"}}, "'Optimizer' is not in torch.optim"),
         ({"optimizer": {"params": {}}}, "None is not in torch.optim"),
         ({"optimizer": {"type": "SGD", "params": {"momentun": 1}}}, r"params\.momentun is unknown; did you mean mom"),

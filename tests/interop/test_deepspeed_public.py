@@ -155,6 +155,11 @@ TAKEN: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {},
         {},
     ),
+    "llama-factory-2-autotp": (
+        {"_comment": "models", "zero_optimization": {"stage": 2}, "tensor_parallel": {"autotp_size": 2}},
+        {},
+        {"zero": 2, "tensor_parallel.ranks": 2},
+    ),
     "legacy-3": (
         {"zero_optimization": {"stage": 3, "cpu_offload": True, "cpu_offload_params": True}},
         {},
@@ -166,11 +171,6 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         template({"stage": 2}),
         {},
         r"total_num_steps is missing, .*pass total_num_steps=\.\.\. to",
-    ),
-    "llama-factory-2-autotp": (
-        {"_comment": "models", "zero_optimization": {"stage": 2}, "tensor_parallel": {"autotp_size": 2}},
-        {},
-        "tensor_parallel would change the results and is not here: tensor, expert and sequence parallelism",
     ),
     "megatron, misspelt": (
         {"zero_optimization": {"stage": 3, "stage3_param_persitance_threshold": 1e5}},

@@ -115,3 +115,51 @@ def words(step: int, rows: int = 4, length: int = 9) -> dict[str, Any]:
     """Rows of tokens that are to be continued."""
     tokens = torch.randint(2, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(step))
     return {"input_ids": tokens, "labels": tokens}
+
+
+def llama4() -> nn.Module:
+    """Rows of every expert, scaled by its gate."""
+    config = transformers.Llama4TextConfig(
+        **TEXT, intermediate_size=24, intermediate_size_mlp=24, head_dim=8, num_local_experts=4, num_experts_per_tok=1,
+        interleave_moe_layer_step=1, moe_layers=[1],
+    )  # fmt: skip
+    return transformers.Llama4ForCausalLM(config)
+
+
+def dbrx() -> nn.Module:
+    """Experts one below the other in matrices."""
+    config = transformers.DbrxConfig(
+        vocab_size=VOCABULARY, d_model=16, n_heads=2, n_layers=2, max_seq_len=32,
+        attn_config={"kv_n_heads": 1, "clip_qkv": 8, "rope_theta": 1e4},
+        ffn_config={"ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2},
+        pad_token_id=0, bos_token_id=1, eos_token_id=None,
+    )  # fmt: skip
+    return transformers.DbrxForCausalLM(config)
+
+
+def jetmoe() -> nn.Module:
+    """Each of the experts' products in a module of its own; attention has experts too."""
+    text = {name: value for name, value in TEXT.items() if name != "num_attention_heads"}
+    config = transformers.JetMoeConfig(
+        **text, kv_channels=8, intermediate_size=24, num_local_experts=4, num_experts_per_tok=2
+    )
+    return transformers.JetMoeForCausalLM(config)
+
+
+def nllb_moe() -> nn.Module:
+    """Experts with a dropout of their outputs."""
+    config = transformers.NllbMoeConfig(
+        vocab_size=VOCABULARY, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=24, decoder_ffn_dim=24, num_experts=4, encoder_sparse_step=1,
+        decoder_sparse_step=1, max_position_embeddings=32, pad_token_id=0, bos_token_id=1, eos_token_id=None,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    return transformers.NllbMoeForConditionalGeneration(config)
+
+
+UNKNOWN: dict[str, tuple[Callable[[], nn.Module], str]] = {  # with the experts that an error names
+    "llama4": (llama4, "'model.layers.1.feed_forward.experts' (Llama4TextExperts)"),
+    "dbrx": (dbrx, "'transformer.blocks.0.ffn.experts.mlp' (DbrxExpertGLU)"),
+    "jetmoe": (jetmoe, "'model.layers.0.mlp.input_linear' (JetMoeParallelExperts)"),
+    "nllb_moe": (nllb_moe, "'model.encoder.layers.0.ffn.experts' (NllbMoeExperts)"),
+}

@@ -182,7 +182,7 @@ class Scaled(nn.Module):
     "ranks, settings, model, said",
     [
         (3, {"expert_parallel": 3}, "two experts", "is more than the 2 experts of '0'.*tensor_parallel"),
-        (2, {"expert_parallel": 2}, "dense", "Linear has none.*zs.moe.MoE"),
+        (2, {"expert_parallel": 2}, "dense", "none was found in Linear.*zs.moe.MoE"),
         (3, {"expert_parallel": 2}, "two experts", "3 ranks do not divide among expert_parallel=2"),
         (2, {"expert_parallel": 2}, "scalars", "'scale' of the experts of '0' is a scalar"),
     ],

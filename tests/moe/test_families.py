@@ -6,12 +6,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zeroshard.errors import ModelError
-from zeroshard.moe.families import find_experts
+from zeroshard.errors import ModelError, PlanError
+from zeroshard.moe.families import find_experts, unknown_mixtures
 from zeroshard.moe.layer import MoE
+from zeroshard.moe.policy import ExpertParallel
+from zeroshard.moe.technique import ExpertTechnique
+from zeroshard.parts.axes import Axis
 
 pytest.importorskip("transformers")
-from moe.families import FAMILIES, route, routed, seeded, words
+from moe.families import FAMILIES, UNKNOWN, route, routed, seeded, words
 
 MIXTURES = {
     "mixtral": ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"],
@@ -28,6 +31,14 @@ STACKED = {
     "gpt_oss": ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"),
     "switch_transformers": (),
 }
+
+
+class Counted(nn.Module):
+    """A mixture of an unknown kind, which knows how many experts it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts, self.weight = 4, nn.Parameter(torch.ones(4, 2))
 
 
 def results(model: Any, step: int) -> tuple[Tensor, dict[str, Tensor]]:
@@ -193,3 +204,19 @@ def test_own_experts_are_found_too() -> None:
     assert set(found[0].stacked) == {"up", "down"} and not found[0].modules
     assert len(found[1].modules) == 4 and not found[1].stacked
     assert found[0].count() is layer.experts.statistics
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_experts_of_an_unknown_structure_are_not_called_none(name: str) -> None:
+    made, named = UNKNOWN[name]
+    axis = Axis("experts", ((0, 1),), None)  # type: ignore[arg-type]  # no message is sent before the check
+    with pytest.raises(PlanError, match=r"Leave expert_parallel out; zero=3") as raised:
+        ExpertTechnique(ExpertParallel(2)).cut(made(), {"experts": axis})
+    assert f"that of {named}" in str(raised.value) and "is not known" in str(raised.value)
+
+
+def test_a_mixture_may_show_by_its_number_of_experts_alone() -> None:
+    assert unknown_mixtures(nn.Sequential(nn.Linear(2, 2))) == []
+    assert not find_experts(nn.Sequential(Counted())) and unknown_mixtures(nn.Sequential(Counted())) == [
+        "'0' (Counted)"
+    ]

@@ -1,6 +1,5 @@
 """A DeepSpeed configuration in zeroshard's terms: the plan, the optimizer, and a note on every key."""
 
-import difflib
 import inspect
 import json
 import warnings
@@ -13,8 +12,8 @@ from typing import Any
 import torch
 
 from zeroshard.errors import ConfigError
-from zeroshard.interop.deepspeed_keys import KEPT, RULES, Fate
-from zeroshard.interop.deepspeed_notes import FromDeepSpeed, Note
+from zeroshard.interop.deepspeed_keys import KEPT, RULES, Fate, known_keys, near, path_of, suggestion
+from zeroshard.interop.deepspeed_notes import FromDeepSpeed, Note, own_optimizer
 from zeroshard.interop.deepspeed_schedule import DeepSpeedSchedule
 from zeroshard.plan import GROUPS, Plan
 
@@ -47,8 +46,9 @@ def from_deepspeed(
 
     Args:
         config: the path of the JSON file, or its content.
-        ranks: data-parallel ranks of the run; needed where the configuration has `train_batch_size` and not
-            `gradient_accumulation_steps`, and checked against the batch sizes where it has all of them.
+        ranks: data-parallel ranks of the run (all ranks over those that split layers); needed where the configuration
+            has `train_batch_size` and not `gradient_accumulation_steps`, and checked against the batch sizes where it
+            has all of them.
         precision: "fp32", "bf16" or "fp16", where `bf16.enabled` or `fp16.enabled` is "auto".
         auto: values of other keys that are "auto", which transformers would fill in, by the last part of their name:
             `total_num_steps=1000, warmup_num_steps=100, lr=2e-5`.
@@ -104,6 +104,8 @@ class _Reading:
         self._zero()
         self._precision()
         self._clipping()
+        self._layers()
+        self._experts()
         rows = self._batch()
         dtype = self._take("", "communication_data_type")
         if dtype is not None:
@@ -127,9 +129,9 @@ class _Reading:
             return default
         value = self._filled(key, self._sections[section].pop(key))
         if value == AUTO:
-            self._note(_path(section, key), value, "left open", f"pass {key}=...; until then it counts as left out")
+            self._note(path_of(section, key), value, "left open", f"pass {key}=...; until then it counts as left out")
             return default
-        self._given.add(_path(section, key))
+        self._given.add(path_of(section, key))
         return value
 
     def _filled(self, name: str, value: Any) -> Any:
@@ -144,7 +146,7 @@ class _Reading:
         value = self._take(section, key, default)
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return value
-        self._errors.append(f"{_path(section, key)} is {value!r}, and it must be a number.")
+        self._errors.append(f"{path_of(section, key)} is {value!r}, and it must be a number.")
         return default
 
     def _open(self, key: str, *aliases: str) -> str:
@@ -311,6 +313,40 @@ class _Reading:
             text = "it starts again whenever the loss scale moves, and there only when the scale grows"
             self._note("fp16.hysteresis", self._plan["loss_scale.hysteresis"], "kept", text)
 
+    def _layers(self) -> None:
+        """AutoTP: ranks that split layers."""
+        if self._given_section("tensor_parallel"):
+            self._ranks_of("tensor_parallel", "autotp_size", 0)
+
+    def _experts(self) -> None:
+        """AutoEP: ranks that share out experts."""
+        key = "expert_parallel"
+        if not self._given_section(key):
+            return
+        if self._take(key, "enabled", False):
+            self._note(f"{key}.enabled", True, "kept", "as autoep_size says")
+            self._ranks_of(key, "autoep_size", 1)
+            return
+        for name in list(self._sections[key]):
+            self._note(f"{key}.{name}", self._sections[key].pop(name), "needs nothing", "the section is not enabled")
+
+    def _given_section(self, key: str) -> bool:
+        """Whether a section is there, which is opened then."""
+        if self._sections[""].get(key) in (None, False):
+            if key in self._sections[""]:
+                self._note(key, self._take("", key), "needs nothing", "it is off")
+            return False
+        self._open(key)
+        return True
+
+    def _ranks_of(self, section: str, key: str, default: int) -> None:
+        """A number of ranks, which the plan has by the name of the section."""
+        count = self._number(section, key, default)
+        if count > 1:
+            self._keep(f"{section}.{key}", count, **{section: count})
+        elif f"{section}.{key}" in self._given:
+            self._note(f"{section}.{key}", count, "needs nothing", "it is off")
+
     def _clipping(self) -> None:
         if "gradient_clipping" not in self._sections[""]:
             self._plan["clip_norm"] = 1.0
@@ -368,10 +404,7 @@ class _Reading:
         name = names.get(str(kind).lower(), str(kind))
         found = getattr(torch.optim, name, None)
         if not (inspect.isclass(found) and issubclass(found, torch.optim.Optimizer)) or found is torch.optim.Optimizer:
-            self._errors.append(
-                f"optimizer.type {kind!r} is not in torch.optim. Remove the section and give the engine an optimizer, "
-                f"such as one of zs.optim."
-            )
+            self._errors.append(f"optimizer.type {kind!r} is not in torch.optim{own_optimizer(str(kind))}")
             return None
         if name in ("Adam", "AdamW"):
             decoupled = options.pop("adam_w_mode", True) or name == "AdamW"  # DeepSpeed's Adam is AdamW by default
@@ -424,7 +457,7 @@ class _Reading:
             if key == "max_grad_norm" and section.startswith("optimizer"):
                 self._errors.append(f"{section}.{key} is no option of torch's optimizers: write gradient_clipping.")
             elif key not in known:
-                self._errors.append(f"{section}.{key} is unknown{_suggestion(key, {name: name for name in known})}.")
+                self._errors.append(f"{section}.{key} is unknown{suggestion(key, {name: name for name in known})}.")
             if options[key] == AUTO:
                 self._note(f"{section}.{key}", AUTO, "left open", f"pass {key}=...; until then its default counts")
         return {key: value for key, value in options.items() if value != AUTO}
@@ -432,39 +465,20 @@ class _Reading:
     def _follow_rules(self, section: str) -> None:
         """Note or refuse every key that is left, by the rules of the tables."""
         for key, value in self._sections[section].items():
-            path = _path(section, key)
+            path = path_of(section, key)
             rule = RULES.get(section, {}).get(key)
             if key.startswith(COMMENT) or key in ("comment", "comments"):
                 self._note(path, value, "needs nothing", "it is a comment")
-            elif rule is None and not section and not _near(key, _known()):
+            elif rule is None and not section and not near(key, known_keys()):
                 self._note(path, value, "not supported", "DeepSpeed does not know it and ignores it too; remove it")
             elif rule is None:
-                self._errors.append(f"{path} is unknown to DeepSpeed too{_suggestion(key, _known())}.")
+                self._errors.append(f"{path} is unknown to DeepSpeed too{suggestion(key, known_keys())}.")
             elif not rule.applies(value):
                 self._note(path, value, "needs nothing", "it is off")
             elif rule.fate == "changes results":
                 self._errors.append(f"{path} would change the results and is not here: {rule.text}.")
             else:
                 self._note(path, value, rule.fate, rule.text)
-
-
-def _path(section: str, key: str) -> str:
-    return f"{section}.{key}" if section else key
-
-
-def _known() -> dict[str, str]:
-    """Every key of the tables, with its path."""
-    sections = [*((s, tuple(rules)) for s, rules in RULES.items()), *KEPT.items()]
-    return {key: _path(section, key) for section, keys in reversed(sections) for key in keys}
-
-
-def _near(key: str, known: Mapping[str, str]) -> list[str]:
-    return difflib.get_close_matches(key, known, n=1)
-
-
-def _suggestion(key: str, known: Mapping[str, str]) -> str:
-    close = _near(key, known)
-    return f"; did you mean {known[close[0]]}?" if close else "; remove it"
 
 
 def _written(name: str, value: Any) -> str:

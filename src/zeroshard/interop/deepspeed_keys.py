@@ -5,6 +5,8 @@ and the sections that these read). Keys that a `Plan` or the optimizer takes ove
 `zeroshard.interop.deepspeed_config`.
 """
 
+import difflib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -79,11 +81,10 @@ TOP: dict[str, Rule] = {
            "elasticity"),
     **_all(DIFFERENT, "put torch.autocast around the forward, or take bf16 or fp16; then remove the key",
            "amp", "torch_autocast"),
-    **_all(DIFFERENT, "tensor, expert and sequence parallelism are not here; start without, then remove the key",
-           "tensor_parallel", "expert_parallel"),
     **dict.fromkeys(
         ("sequence_parallel_size", "data_parallel_size"),
-        Rule(DIFFERENT, "sequence parallelism is not here; start without, then remove the key", (1,)),
+        Rule(DIFFERENT, "sequences are divided only among ranks that split layers, by tensor_parallel; start without, "
+             "then remove the key", (1,)),
     ),
     **_all(DIFFERENT, ELSEWHERE, "sparse_attention", "progressive_layer_drop", "curriculum_learning", "data_efficiency",
            "compression_training", "quantize_training", "weight_quantization", "eigenvalue"),
@@ -156,10 +157,38 @@ FP16: dict[str, Rule] = {
            "consecutive_hysteresis"),
 }  # fmt: skip
 
+TENSOR_PARALLEL: dict[str, Rule] = {
+    **_all(NEEDLESS, "sums over ranks begin as early as they can", "tp_overlap_comm"),
+    **_all(NEEDLESS, "autotp_size counts in training, in DeepSpeed too", "tp", "tensor_parallel"),
+    **_all(NEEDLESS, "the sections bf16 and fp16 say it", "dtype"),
+    **_all(NEEDLESS, "each rank makes its own part of the model", "keep_module_on_host"),
+    **_all(NEEDLESS, "it is for inference", "replace_with_kernel_inject", "kernel_inject"),
+    **_all(NEEDLESS, "the model's own plan or its structure shows how layers split", "preset_model"),
+    **_all(UNSUPPORTED, "the model's own plan or its structure shows how layers split; to say it yourself, give "
+           "TensorParallel(layers=...), with paths in the place of patterns",
+           "partition_config", "injection_policy_tuple"),
+}  # fmt: skip
+_ROUTED = "routing is that of the model; set it in the model's configuration, then remove the key"
+EXPERT_PARALLEL: dict[str, Rule] = {
+    **_all(NEEDLESS, "experts are found by their structure",
+           "preset_model", "moe_layer_pattern", "expert_pattern", "router_pattern", "expert_w1", "expert_w2",
+           "expert_w3", "num_experts_attr", "top_k_attr", "has_shared_experts", "shared_experts_pattern",
+           "shared_experts_gate_pattern", "expert_activation"),
+    **_all(NEEDLESS, "there is one way to compute and to send rows",
+           "use_grouped_mm", "disable_triton_grouped_mm", "grouped_mm_backend", "combine_impl", "row_weighting_impl",
+           "gate_up_impl", "comm_backend", "comm_num_sm", "comm_qp_margin", "comm_max_tokens_per_rank",
+           "async_split_plan", "validate_folding_routing"),
+    "expert_tensor_parallel_size": Rule(UNSUPPORTED, "experts are whole on their rank", (1,)),
+    **dict.fromkeys(("score_apply", "score_func", "top_k", "routed_scaling_factor"),
+                    Rule(DIFFERENT, _ROUTED, ("auto",))),
+    "route_scale": Rule(DIFFERENT, _ROUTED, (1, 1.0)),
+    **_all(DIFFERENT, _ROUTED, "route_norm", "num_expert_groups", "num_limited_groups", "load_balance_coeff"),
+}  # fmt: skip
+
 KEPT: dict[str, tuple[str, ...]] = {  # by section: keys that deepspeed_config.py reads itself
     "": ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
          "communication_data_type", "zero_optimization", "bf16", "bfloat16", "fp16", "data_types", "optimizer",
-         "scheduler"),
+         "scheduler", "tensor_parallel", "expert_parallel"),
     "zero_optimization": ("stage", "mics_shard_size", "zero_hpz_partition_size", "offload_optimizer", "offload_param",
                           "cpu_offload", "cpu_offload_param", "cpu_offload_params"),
     "zero_optimization.offload_optimizer": ("device", "nvme_path", "ratio"),
@@ -167,6 +196,8 @@ KEPT: dict[str, tuple[str, ...]] = {  # by section: keys that deepspeed_config.p
     "bf16": ("enabled", "check_grad_overflow"),
     "fp16": ("enabled", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"),
     "data_types": (),
+    "tensor_parallel": ("autotp_size",),
+    "expert_parallel": ("enabled", "autoep_size"),
     "optimizer": ("type", "params"),
     "scheduler": ("type", "params"),
 }  # fmt: skip
@@ -178,6 +209,30 @@ RULES: dict[str, dict[str, Rule]] = {
     "bf16": BF16,
     "fp16": FP16,
     "data_types": DATA_TYPES,
+    "tensor_parallel": TENSOR_PARALLEL,
+    "expert_parallel": EXPERT_PARALLEL,
     "optimizer": _all(NEEDLESS, "there is one way to update", "legacy_fusion"),
     "scheduler": {},
 }
+
+
+def path_of(section: str, key: str) -> str:
+    """A key with its section."""
+    return f"{section}.{key}" if section else key
+
+
+def known_keys() -> dict[str, str]:
+    """Every key of the tables, with its path."""
+    sections = [*((s, tuple(rules)) for s, rules in RULES.items()), *KEPT.items()]
+    return {key: path_of(section, key) for section, keys in reversed(sections) for key in keys}
+
+
+def near(key: str, known: Mapping[str, str]) -> list[str]:
+    """The known key that is nearest to another, if one is."""
+    return difflib.get_close_matches(key, known, n=1)
+
+
+def suggestion(key: str, known: Mapping[str, str]) -> str:
+    """The end of a sentence on an unknown key."""
+    close = near(key, known)
+    return f"; did you mean {known[close[0]]}?" if close else "; remove it"

@@ -1,5 +1,6 @@
 """Plan, optimizer and schedule from a DeepSpeed configuration, with a note on every key."""
 
+import inspect
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,6 +8,7 @@ from typing import Any
 
 import torch
 
+from zeroshard import optim
 from zeroshard.interop.deepspeed_keys import Fate
 from zeroshard.plan import Plan
 
@@ -59,3 +61,20 @@ class FromDeepSpeed:
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.notes))
+
+
+def own_optimizer(kind: str) -> str:
+    """The end of a sentence on an optimizer that torch lacks, with the way out."""
+    own = {name.lower(): name for name in optim.__all__ if inspect.isclass(found := getattr(optim, name))
+           and issubclass(found, torch.optim.Optimizer)}  # fmt: skip
+    if kind.lower() in own:
+        name = own[kind.lower()]
+        return (
+            f". zs.optim.{name} is {name} as its paper has it, with options and a rule of its own that are not "
+            f"DeepSpeed's: remove the section and give the engine partial(zs.optim.{name}, lr=...)."
+        )
+    return (
+        f", nor is one of that name among those of zs.optim ({', '.join(own.values())}). Remove the section and give "
+        f"the engine another optimizer, which makes another run, or a torch.optim.Optimizer of your own that has its "
+        f"rule."
+    )

@@ -32,6 +32,13 @@ CHOSEN = {"top_k_index", "router_indices", "selected_experts", "topk_indices", "
 WEIGHTS = {"top_k_weights", "routing_weights", "topk_weights", "expert_weights", "router_weights"}
 FLAGS = ("has_gate", "has_bias", "is_transposed")  # of transformers' interface of experts
 DOWN = "down_proj"
+COUNTS = (
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "moe_num_experts",
+    "n_experts",
+)  # by their usual names
 NUMBER = "num_experts"  # the attribute by which experts of other packages know how many they hold
 
 
@@ -85,6 +92,30 @@ def find_experts(model: nn.Module) -> tuple[FoundExperts, ...]:
             experts = _own_experts(path, module) or _stacked_experts(path, module) or _listed_experts(path, module)
             found += [experts] if experts is not None else []
     return tuple(found)
+
+
+def unknown_mixtures(model: nn.Module) -> list[str]:
+    """Modules that are experts by the names of their classes, or else know how many there are: paths and classes.
+
+    Of modules inside each other the innermost with parameters count, and of those of one class the first.
+    """
+    for is_one in (_is_named_so, _counts_some):
+        found: dict[type[nn.Module], str] = {}
+        for path, module in model.named_modules():
+            inside = [each for each in module.modules() if is_one(each) and next(each.parameters(), None) is not None]
+            if inside == [module]:
+                found.setdefault(type(module), f"{path!r} ({type(module).__name__})")
+        if found:
+            return list(found.values())
+    return []
+
+
+def _is_named_so(module: nn.Module) -> bool:
+    return "expert" in type(module).__name__.lower()
+
+
+def _counts_some(module: nn.Module) -> bool:
+    return any(isinstance(count := getattr(module, name, 0), int) and count > 1 for name in COUNTS)
 
 
 def _own_experts(path: str, module: Any) -> FoundExperts | None:

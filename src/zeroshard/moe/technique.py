@@ -20,7 +20,7 @@ from zeroshard.moe.buffers import BUFFERS, ExpertBuffers
 from zeroshard.moe.byte_formulas import Exchanged
 from zeroshard.moe.dispatch import combine, gather_gates, gather_rows, order_of
 from zeroshard.moe.exchange import Delivery, ExpertRanks, returned, sent, shared_out
-from zeroshard.moe.families import FoundExperts, find_experts
+from zeroshard.moe.families import FoundExperts, find_experts, unknown_mixtures
 from zeroshard.moe.own_tokens import OwnTokens
 from zeroshard.moe.policy import ExpertParallel
 from zeroshard.moe.routing import Routing
@@ -69,7 +69,7 @@ class ExpertTechnique:
                 be told apart.
         """
         axis, found = axes[AXIS], find_experts(model)
-        self._check(found, type(model).__name__)
+        self._check(found, model)
         if not self._policy.two_level:
             share_operands(axis.comm, self._transport)
         tensor = axes.get(TENSOR)
@@ -83,12 +83,21 @@ class ExpertTechnique:
             setattr(each.module, BUFFERS, ExpertBuffers(each.modules, axis, each.path))
         return places
 
-    def _check(self, found: Sequence[FoundExperts], name: str) -> None:
-        ranks = self._policy.ranks
+    def _check(self, found: Sequence[FoundExperts], model: nn.Module) -> None:
+        ranks, name = self._policy.ranks, type(model).__name__
+        unknown = [] if found else unknown_mixtures(model)
+        if unknown:
+            raise PlanError(
+                f"expert_parallel={ranks} needs mixtures of experts of a known structure, and that of "
+                f"{' and '.join(unknown)} in {name} is not known. Known are zs.moe.MoE, and modules with parameters "
+                f"that are all [experts, ...], or lists of alike modules, whose forward takes tokens, the experts "
+                f"chosen for them, and the weights of these. Leave expert_parallel out; zero=3 and offload hold such "
+                f"experts as any other parameters."
+            )
         if not found:
             raise PlanError(
-                f"expert_parallel={ranks} is for models with mixtures of experts, and {name} has none. Put zs.moe.MoE "
-                f"into it, or let zs.moe.replace_ffn(model) do so; or leave expert_parallel out."
+                f"expert_parallel={ranks} is for models with mixtures of experts, and none was found in {name}. Put "
+                f"zs.moe.MoE into it, or let zs.moe.replace_ffn(model) do so; or leave expert_parallel out."
             )
         for each in found:
             if each.experts < ranks:
