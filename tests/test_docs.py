@@ -7,6 +7,7 @@ import json
 import re
 import runpy
 import shlex
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -340,3 +341,37 @@ def schedule_row(facts: dict[str, Any]) -> str:
 def percent(share: float) -> str:
     """A share to a tenth of a percent."""
     return f"{round(abs(share) * 100, 6):.1f} %"
+
+
+MISSING = re.compile(r"\b(?:not here yet|without an equivalent|not (?:been )?(?:tested|built|written) yet|untested)\b")
+HERE = re.compile(r"tensor parallel|pipeline|experts|recomput|offload|ZeRO|\bthe GPU path\b|\bone GPU\b", re.IGNORECASE)
+
+
+@each_page
+def test_nothing_that_is_here_is_said_to_be_missing(page: Path) -> None:
+    """Sentences that name what is missing, and the list of it on the front page, name none of the settings."""
+    text = " ".join(prose(page).split())
+    for sentence in re.split(r"(?<=[.:;]) ", text):
+        assert not (MISSING.search(sentence) and HERE.search(sentence)), f"{page.name}: {sentence}"
+
+
+@each_page
+def test_measured_figures_name_their_revision_and_date(page: Path) -> None:
+    """Where a page quotes a file of results; the date is in its name, or beside the revision."""
+    if page.name in ("CONTRIBUTING.md", "SECURITY.md"):
+        return
+    for paragraph in re.split(r"\n\s*\n|\n(?=- )", prose(page)):
+        for name in re.findall(r"benchmarks/results/[\w.-]+\w", paragraph):
+            where = f"{page.name} quotes {name}"
+            assert re.search(r"`[0-9a-f]{7}`", paragraph), f"{where} without the revision that gave it"
+            assert re.search(r"\d{4}-\d{2}-\d{2}", paragraph), f"{where} without a date"
+
+
+def test_the_revisions_that_gave_figures_are_in_the_history() -> None:
+    known = subprocess.run(["git", "-C", str(ROOT), "log", "--format=%h"], capture_output=True, text=True, check=True)
+    short = {revision[:7] for revision in known.stdout.split()}
+    if len(short) < 100:
+        pytest.skip("a shallow clone")
+    for page in PAGES:
+        named = set(re.findall(r"`([0-9a-f]{7})`", prose(page)))
+        assert named <= short, f"{page.name} names {named - short}"

@@ -39,7 +39,7 @@ def silent(text: str) -> None:
 
 def test_the_list_names_every_claim(capsys: pytest.CaptureFixture[str]) -> None:
     run_reproduce([])
-    built, waiting = capsys.readouterr().out.split("Not built yet")
+    built, waiting = capsys.readouterr().out.split("Not computed yet")
     for name, claim in CLAIMS.items():
         assert f"  {name} " in (built if isinstance(claim, Claim) else waiting)
     run_reproduce(["list", "--json"])
@@ -193,7 +193,7 @@ def test_what_is_not_reproduced_is_said_and_fails(
 
 def test_what_is_not_built_has_no_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     run_reproduce(["recompute-sqrt"])
-    assert "Not built yet; this waits for recomputation" in capsys.readouterr().out
+    assert "Not computed yet; this waits for recomputation" in capsys.readouterr().out
     for claim in CLAIMS.values():
         if isinstance(claim, Waiting):
             assert claim.as_dict() == {**claim.as_dict(), "built": False} and "numbers" not in claim.as_dict()

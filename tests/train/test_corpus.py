@@ -102,7 +102,7 @@ def test_json_records_are_refused_with_the_way_to_their_text(tmp_path: Path) -> 
 
 def test_unusable_paths_are_named(tmp_path: Path) -> None:
     write(tmp_path, {"binary.txt": b"\xff\xfe", "short.txt": b"ab", "empty/e.txt": b""})
-    with pytest.raises(DataError, match=r"missing\.txt does not exist"):
+    with pytest.raises(DataError, match=r"missing\.txt, which does not exist"):
         files_corpus([tmp_path / "missing.txt"])
     with pytest.raises(DataError, match=r"binary\.txt is not UTF-8"):
         files_corpus([tmp_path / "binary.txt"])

@@ -85,7 +85,7 @@ def _print_list(as_json: bool) -> None:
     console = Console(width=None if sys.stdout.isatty() else FILE_COLUMNS, highlight=False, markup=False)
     console.print("Published numbers that are computed again: zeroshard reproduce NAME, or --all\n")
     console.print(_names(claim for claim in CLAIMS.values() if _built(claim)))
-    console.print("\nNot built yet\n")
+    console.print("\nNot computed yet\n")
     console.print(_names(claim for claim in CLAIMS.values() if not _built(claim)))
 
 
@@ -107,7 +107,7 @@ def _print_outcome(console: Console, outcome: Outcome | Waiting) -> None:
     console.print(Text.assemble((claim.name, "bold"), f": {claim.title}"))
     console.print(claim.source, style="dim")
     if isinstance(outcome, Waiting):
-        console.print(f"Not built yet; this waits for {outcome.waits_for}\n")
+        console.print(f"Not computed yet; this waits for {outcome.waits_for}\n")
         return
     console.print(_readings_table(outcome))
     for line in _verdict(outcome):

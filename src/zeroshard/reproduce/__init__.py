@@ -1,4 +1,4 @@
-"""Published numbers, computed again by this package, and a list of those whose technique is not built yet.
+"""Published numbers, computed again by this package, and a list of those that are not computed yet.
 
 Read `claim` (a number, its source and how it is computed), then `zero`, `configurations`, `pipelines`, `megatron`,
 `ptdp`, `switch`, `offload` and `later`.

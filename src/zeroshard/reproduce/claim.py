@@ -76,7 +76,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Waiting:
-    """A claim about a technique that is not built yet.
+    """A claim that is not computed yet.
 
     Attributes:
         waits_for: the missing technique, in one sentence.
