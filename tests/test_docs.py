@@ -367,11 +367,25 @@ def test_measured_figures_name_their_revision_and_date(page: Path) -> None:
             assert re.search(r"\d{4}-\d{2}-\d{2}", paragraph), f"{where} without a date"
 
 
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def test_every_file_of_results_has_its_command_revision_and_date() -> None:
+    rows = re.findall(
+        r"^\| `([\w.-]+)` \| (.+) \| `[0-9a-f]{7}` \| ([\d-]+) \|$", (RESULTS / "README.md").read_text(), re.M
+    )
+    files = {path.stem for path in RESULTS.iterdir() if path.name != "README.md"}
+    assert sorted(stem for stem, _, _ in rows) == sorted(files)
+    for stem, command, date in rows:
+        scripts = re.findall(r"benchmarks/[\w/]+\.py", command)
+        assert stem.endswith(date) and all((ROOT / script).exists() for script in scripts)
+
+
 def test_the_revisions_that_gave_figures_are_in_the_history() -> None:
     known = subprocess.run(["git", "-C", str(ROOT), "log", "--format=%h"], capture_output=True, text=True, check=True)
     short = {revision[:7] for revision in known.stdout.split()}
     if len(short) < 100:
         pytest.skip("a shallow clone")
-    for page in PAGES:
+    for page in (*PAGES, RESULTS / "README.md"):
         named = set(re.findall(r"`([0-9a-f]{7})`", prose(page)))
         assert named <= short, f"{page.name} names {named - short}"

@@ -43,9 +43,9 @@ def test_a_second_engine_of_the_same_model_is_refused() -> None:
 
 def test_a_refused_engine_leaves_the_model_free() -> None:
     model = net()
-    with pytest.raises(PlanError, match=r"names no class.*Name a path or one of its classes: .*Linear"):
+    with pytest.raises(PlanError, match=r"units names .*is no class.*Name a path or one of its classes: .*Linear"):
         zs.Engine(model, sgd, zs.Plan(units=("Blok",)))
-    with pytest.raises(PlanError, match=r"no class and no path in the model\. Name one of .*Linear"):
+    with pytest.raises(PlanError, match=r"no class and no path in the model\. Name a path or one of .*Linear"):
         zs.Engine(model, sgd, zs.Plan(fp32_modules=("Blok",)))
     assert step(zs.Engine(model, sgd)) > 0
 

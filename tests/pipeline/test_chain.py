@@ -306,7 +306,7 @@ def test_named_blocks() -> None:
     equal(in_parts(chain, tokens(3), model, [0, 1, 2, 3]), whole(build("Plain"), tokens(3)))
     other = build("Plain")
     assert Chain(other, lambda: other(*tokens(2)), ["Block"]).blocks == 3
-    with pytest.raises(PlanError, match=r"'Blokk' names no class.*Did you mean 'Block'"):
+    with pytest.raises(PlanError, match=r"'Blokk', which is no class.*Did you mean 'Block'"):
         Chain(other, lambda: other(*tokens(2)), ["Blokk"])
 
 
