@@ -172,7 +172,7 @@ class Backward:
 
     def listen(self, gradients: Gradients, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Take in the gradients of these parameters, which stand for those of the flat."""
-        singly = gradients.listen(parameters, self._comm.mesh.device)
+        singly = gradients.listen(parameters)
         for number, parameter in enumerate(parameters[:singly]):
             parameter.register_hook(_Arrival(self, parameter))
             receipt = _Receipt(self, gradients, number)
@@ -209,6 +209,9 @@ class Backward:
     def _end(self) -> None:
         """The backward is over: reduce the remaining units, free the gathered ones."""
         self._gatherer.free_all()
+        for gradients in self.gradients:
+            if gradients.first_small:  # else they lie in the buffer already
+                gradients.collect()
         if self.reduces:
             self.reductions.launch(lambda unit: True)
         self._gatherer.end()

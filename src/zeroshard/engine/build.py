@@ -418,7 +418,7 @@ class Builder:
         elif not alone:
             reduction = Direct(buffer, total, place.divisor)
         interval = flat.index.interval(comm.mesh.rank)
-        return BufferedGradients(flat, buffer, total, reduction, interval, ledger, opens, batches=not on_host)
+        return BufferedGradients(flat, buffer, total, reduction, interval, opens, batches=not on_host)
 
     @property
     def _arena(self) -> Arena:

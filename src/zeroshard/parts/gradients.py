@@ -105,7 +105,13 @@ class Reduction(Protocol):
 
 
 class Shown(Protocol):
-    """The values of `p.grad` of the parameters of one flat."""
+    """The values of `p.grad` of the parameters of one flat.
+
+    Attributes:
+        fresh: parameters whose gradients autograd has added up itself, and that were not collected.
+    """
+
+    fresh: list[torch.nn.Parameter]
 
     def begin(self) -> None:
         """A backward begins."""
@@ -150,7 +156,7 @@ class Gradients(Protocol):
     def layout(self, wide: tuple[bool, bool]) -> None:
         """Take the buffers that an earlier run had come to need."""
 
-    def listen(self, parameters: Sequence[torch.nn.Parameter], device: torch.device) -> int:
+    def listen(self, parameters: Sequence[torch.nn.Parameter]) -> int:
         """Show the gradients of these parameters; how many of them are to be handed over with `receive`."""
 
     def collect(self) -> None:

@@ -223,6 +223,17 @@ class HeldGradient(Unreadable):
     zeroed: set[str]
 
     @classmethod
+    def empty(cls, parameter: Tensor, name: str, refuse: Callable[[str], Exception]) -> Self:
+        """A placeholder to which autograd does not add in place: sparse, and without elements."""
+        with _disable_current_modes():
+            nothing = torch.sparse_coo_tensor(  # type: ignore[call-arg]
+                size=parameter.shape, dtype=parameter.dtype, device=parameter.device, check_invariants=False
+            )
+            made: Self = Tensor._make_subclass(cls, nothing)
+        made.parameter, made.refuse = name, refuse
+        return made
+
+    @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:

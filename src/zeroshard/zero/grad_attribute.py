@@ -1,9 +1,9 @@
 """The values of `p.grad`, and the buffers into which autograd accumulates gradients by itself.
 
 [Note: p.grad] The gradients are in flat buffers, and `p.grad` is a placeholder that has their shape and refuses to be
-read. Setting it to None, or zeroing it, discards the gradient. Autograd needs a place: big parameters have None
-there until their gradient came, so that it hands over a tensor of its own; the placeholder of a small parameter is a
-view of the buffer in which autograd adds up, which sees no difference.
+read. Setting it to None, or zeroing it, discards the gradient. Parameters have None there until their gradient came, so
+that autograd hands over a tensor of its own. It may come once more while the placeholder of a small parameter is there;
+that one is sparse and empty, since to such a gradient autograd adds in a tensor of its own.
 """
 
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.errors import PlanError
-from zeroshard.memory.ledger import Category, Ledger
 from zeroshard.units import Flat, HeldGradient
 
 REQUIRES = attrgetter("requires_grad")
 SHOWN = attrgetter("grad")
+DTYPE = attrgetter("dtype")
 
 
 class ShownGradients:
@@ -27,83 +27,84 @@ class ShownGradients:
         first_small: the number from which on autograd adds gradients up itself ([Note: small parameters]).
 
     Attributes:
-        small: where it does so, once `open_small` was called and there are such.
-        opened: whether it does so for all parameters, in a buffer that `open` was given.
+        opened: whether it adds up all of them, in a buffer that `open` was given.
         fresh: parameters for which it did so since the last `collect`.
         earlier: how many of these before the backward under way.
     """
 
-    def __init__(self, flat: Flat, ledger: Ledger, first_small: int) -> None:
-        self._flat, self._ledger, self._first_small = flat, ledger, first_small
-        self.small: Tensor | None = None
+    def __init__(self, flat: Flat, first_small: int) -> None:
+        self._flat, self._first_small = flat, first_small
         self.opened = False
         self.fresh: list[nn.Parameter] = []
         self.earlier = 0
-        self._direct: dict[int, tuple[int, Tensor, Tensor]] = {}  # by id of parameter, since hashing one is slow
-        self._collected: tuple[list[nn.Parameter], list[Tensor], list[int]] = [], [], []
+        self._direct: dict[int, tuple[int, Tensor | None]] = {}  # by id of parameter, since hashing one is slow
+        self._views: list[Tensor] = []  # of the buffer that was opened
+        self._collected: tuple[list[nn.Parameter], list[int], list[Tensor | None]] = [], [], []
         self._held: list[Tensor | None] = []  # of the parameters last listened to
         self._zeroed: set[str] = set()  # names of parameters whose gradients the user has zeroed
 
     def open(self, parameters: Sequence[nn.Parameter], buffer: Tensor) -> None:
         """Let autograd add the gradients of these parameters, which stand for those of the flat, into `buffer`."""
         self.opened = True
-        for number, parameter in enumerate(parameters):
-            self._let_in(parameter, number, self._flat.view(buffer, number))
+        self._views = [self._flat.view(buffer, number) for number in range(len(parameters))]
+        for number, (parameter, view) in enumerate(zip(parameters, self._views, strict=True)):
+            name, real = self._flat.index.entries[number].name, type(view) is Tensor
+            parameter.grad = self._zeroable(HeldGradient.over(view, name, unreadable)) if real else view
+            self._let_in(parameter, number, parameter.grad)
 
-    def listen(self, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
+    def listen(self, parameters: Sequence[nn.Parameter]) -> None:
         """Show the gradients of these parameters, which stand for those of the flat.
 
         Autograd adds those of the small ones up by itself from now on ([Note: small parameters]).
         """
-        index, first = self._flat.index, self._first_small
         self._held = []
-        for parameter, entry in zip(parameters[:first], index.entries, strict=False):
-            parameter.grad = None
-            real = type(parameter.detach()) is Tensor  # with values, unlike those of a rehearsal
-            self._held.append(self._zeroable(HeldGradient.of(parameter, entry.name, unreadable)) if real else None)
-        if first == len(parameters):
-            return
-        offset = index.entries[first].offset
-        if self.small is None:
-            label = f"small gradients {self._flat.label}"
-            self.small = self._ledger.empty(index.numel - offset, self._flat.dtype, device, Category.BUFFERS, label)
-        for number in range(first, len(parameters)):
-            entry = index.entries[number]
-            view = self.small[entry.offset - offset : entry.stop - offset].view(entry.shape)
-            self._held.append(self._let_in(parameters[number], number, view))
+        for number, (parameter, entry) in enumerate(zip(parameters, self._flat.index.entries, strict=True)):
+            parameter.grad, held = None, None
+            small = number >= self._first_small
+            if type(parameter.detach()) is Tensor:  # with values, unlike those of a rehearsal
+                made = HeldGradient.empty if small else HeldGradient.of
+                held = self._zeroable(made(parameter, entry.name, unreadable))
+            self._held.append(held)
+            if small:
+                self._let_in(parameter, number, held)
 
-    def _let_in(self, parameter: nn.Parameter, number: int, view: Tensor) -> Tensor:
-        name = self._flat.index.entries[number].name
-        real = type(view) is Tensor
-        parameter.grad = shown = self._zeroable(HeldGradient.over(view, name, unreadable)) if real else view
-        self._direct[id(parameter)] = (number, view, shown)
+    def _let_in(self, parameter: nn.Parameter, number: int, held: Tensor | None) -> None:
+        self._direct[id(parameter)] = number, held
         parameter.register_post_accumulate_grad_hook(self.fresh.append)
-        return shown
 
     def _zeroable(self, held: HeldGradient) -> HeldGradient:
         held.zeroed = self._zeroed
         return held
 
-    def collect(self) -> list[int]:
-        """The numbers of the parameters whose gradients autograd has added up itself since the last call."""
+    def collect(self) -> tuple[list[int], dict[int, Tensor]]:
+        """Take over what autograd has added up itself since the last call.
+
+        Returns:
+            the numbers of the parameters in the order of gradients; and these by number, if they are in no buffer.
+        """
         with torch._C.DisableTorchFunctionSubclass():  # asking each parameter takes half the time so
-            fresh = self.fresh if all(map(REQUIRES, self.fresh)) else [p for p in self.fresh if p.requires_grad]
-            again, shown, numbers = self._collected
-            if len(fresh) == len(again) and all(map(is_, fresh, again)) and all(map(is_, map(SHOWN, fresh), shown)):
-                self.fresh.clear()
-                return numbers  # as most times: all is as it was, in the same order
-            numbers, shown = [], []
-            for parameter in fresh:  # without those that were frozen after the forward, which autograd passed over
-                number, view, gradient = self._direct[id(parameter)]
-                # Autograd has put its own there; or it is None, taken away by the user, which `discarded` is to find.
-                if parameter.grad is not gradient and parameter.grad is not None:
-                    view.add_(parameter.grad.detach())
-                    self._show(parameter, number, gradient)
-                numbers.append(number)
-                shown.append(gradient)
-        self._collected = list(fresh), shown, numbers
-        self.fresh.clear()
-        return numbers
+            # Without those that were frozen after the forward, which autograd passed over.
+            fresh = list(self.fresh) if all(map(REQUIRES, self.fresh)) else [p for p in self.fresh if p.requires_grad]
+            self.fresh.clear()
+            again, numbers, held = self._collected
+            if len(fresh) != len(again) or not all(map(is_, fresh, again)):  # most times it is the same order
+                numbers, held = [self._direct[id(p)][0] for p in fresh], [self._direct[id(p)][1] for p in fresh]
+                self._collected = fresh, numbers, held
+            gradients = list(map(SHOWN, fresh))
+            if not self.opened:
+                # None was taken away by the user meanwhile; what came twice is one sum.
+                found = {number: each for number, each in zip(numbers, gradients, strict=True) if each is not None}
+                for parameter, number, shown in zip(fresh, numbers, held, strict=True):
+                    if number in found:
+                        self._show(parameter, number, shown)
+                return list(found), found
+            if not all(map(is_, gradients, held)):
+                for parameter, number, each, shown in zip(fresh, numbers, gradients, held, strict=True):
+                    # Autograd has put its own there; or it is None, taken away by the user: `discarded` is to find it.
+                    if each is not shown and each is not None:
+                        self._views[number].add_(each.detach())
+                        self._show(parameter, number, shown)
+        return numbers, {}
 
     def begin(self) -> None:
         """A backward begins: what was zeroed before the first of a step was of no gradient."""
@@ -120,16 +121,14 @@ class ShownGradients:
         parameter.grad = gradient
 
     def consumed(self) -> None:
-        """Let `p.grad` of big parameters be None."""
+        """Let `p.grad` be None."""
         if not self.opened:
             with torch._C.DisableTorchFunctionSubclass():  # absent parameters would ask about each
-                for parameter in self._flat.parameters[: self._first_small]:
+                for parameter in self._flat.parameters:
                     parameter.grad = None
 
     def forget(self) -> None:
         """Drop the gradients that autograd accumulated and no `collect` took over."""
-        if self.small is not None and self.fresh:
-            self.small.zero_()
         self.fresh.clear()
 
     def refuse_late(self) -> None:

@@ -5,28 +5,30 @@ the second backward without a reduction on, added) into the gradient buffer, lai
 goes on the wire is contiguous. A reduction brings each slice to its owner, who adds the ranks' copies in rank order in
 fp32, divides by the data ranks, and adds the mean to the sum. The update consumes the sum.
 
-[Note: small parameters] Biases and norms lie behind one another at the end of a flat. Autograd adds their gradients up
-in a small buffer itself, and one copy takes them all into the gradient buffer, so what Python does does not grow with
-their number. Big gradients are copied one by one, while they are in the cache: cheaper than zeros and an addition.
+[Note: small parameters] Biases and norms lie behind one another at the end of a flat. Autograd keeps their gradients
+itself until those of the unit are there, and one copy takes them all into the gradient buffer, so Python has little to
+do for each. Big gradients are copied one by one, while they are in the cache.
 
 [Note: fp32 accumulation] While a step has a single backward, nothing is accumulated over time and 16-bit gradients stay
 16-bit: the paper's 2Ψ bytes. From the second backward of a step on, sums are kept in fp32 (`widen`). Where an order of
 actions says beforehand that gradients will add up, they are so from the start.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 
 from zeroshard.errors import PlanError
-from zeroshard.memory.ledger import Ledger
 from zeroshard.parts.gradients import GradientSum, Reduction
 from zeroshard.parts.planned import Planned, Wire, Work
 from zeroshard.units import Flat
 from zeroshard.zero.grad_attribute import ShownGradients
 from zeroshard.zero.gradient_buffer import GradientBuffer
 from zeroshard.zero.gradient_rooms import GradientRooms
+
+LAYOUT = attrgetter("layout")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,28 +72,27 @@ class BufferedGradients:
         total: GradientSum,
         reduction: Reduction,
         interval: tuple[int, int],
-        ledger: Ledger,
         opens: bool = False,
         batches: bool = True,
     ) -> None:
         self.flat, self.reduction, self._opens = flat, reduction, opens
         self._buffer, self._sum, self._interval = buffer, total, interval
         self.first_small = 0 if opens else flat.first_small if batches else len(flat.parameters)
-        self.shown = ShownGradients(flat, ledger, self.first_small)
+        self.shown = ShownGradients(flat, self.first_small)
         self.rooms = GradientRooms(flat, buffer, total, reduction)
         self.arrived = bytearray(len(flat.parameters))
         self.written = bytearray(len(flat.parameters))
         self.written_in_step = bytearray(len(flat.parameters))
         self._planned = total.wide, buffer.dtype.itemsize >= 4
 
-    def listen(self, parameters: Sequence[torch.nn.Parameter], device: torch.device) -> int:
+    def listen(self, parameters: Sequence[torch.nn.Parameter]) -> int:
         """Show the gradients of these parameters, which stand for those of the flat.
 
         Returns:
             how many of them are to be handed over singly, with `receive`; autograd adds up those of the others.
         """
         if not self._opens:
-            self.shown.listen(parameters, device)
+            self.shown.listen(parameters)
             return self.first_small
         buffer = self._buffer.ready()
         if not self.shown.opened:  # else there may be gradients, which the update under way is about to use
@@ -103,19 +104,13 @@ class BufferedGradients:
         """Take over the gradients that autograd accumulated itself since the last call."""
         if not self.shown.fresh:
             return
-        earlier, small = self.shown.earlier, self.shown.small
-        numbers, self.shown.earlier = self.shown.collect(), 0
-        if not numbers:
-            return
-        if small is not None:
-            buffer, index, first = self.rooms.ready(), self.flat.index, self.first_small
-            region = buffer[index.entries[first].offset : index.numel]
-            region.add_(small) if any(self.written[first:]) else region.copy_(small)
-            small.zero_()
-        count = len(self.written) - self.first_small
-        if small is not None and not earlier and len(numbers) == count == len(set(numbers)):
+        earlier = self.shown.earlier
+        (numbers, found), self.shown.earlier = self.shown.collect(), 0
+        if found:
+            self._take(found)
+        if not earlier and len(found) == len(self.written) - self.first_small:
             for flags in (self.arrived, self.written, self.written_in_step):
-                flags[self.first_small :] = b"\1" * len(numbers)
+                flags[self.first_small :] = b"\1" * len(found)
             return
         for number in numbers:
             self.written[number] = self.written_in_step[number] = 1
@@ -252,6 +247,20 @@ class BufferedGradients:
         yield from self.reduction.wire(work)
         yield from self._sum.wire(work)
 
+    def _take(self, found: Mapping[int, torch.Tensor]) -> None:
+        """Copy gradients of small parameters into the buffer, or add them to what came since the last reduction."""
+        buffer, index, before = self.rooms.ready(), self.flat.index, self.written[self.first_small :]
+        if torch.is_grad_enabled() or set(map(LAYOUT, found.values())) != {torch.strided}:
+            found = {n: each.detach().to_dense() for n, each in found.items()}
+        if len(found) == len(before) and (all(before) or not any(before)):
+            region = buffer[index.entries[self.first_small].offset : index.numel]
+            each = torch._C._nn.flatten_dense_tensors([found[n] for n in range(self.first_small, len(self.written))])
+            region.add_(each) if all(before) else region.copy_(each)
+            return
+        for number, gradient in found.items():
+            view = self.flat.view(buffer, number)
+            view.add_(gradient) if self.written[number] else view.copy_(gradient)
+
     def _zero(self, numbers: Sequence[int]) -> None:
         """Zero the gradients of these parameters in this step, on this rank: in the buffer and in the sum."""
         self.reduction.finish()
@@ -267,10 +276,8 @@ class BufferedGradients:
 
     def _zero_unwritten(self, buffer: torch.Tensor) -> None:
         if not all(self.written):
-            first = self.first_small
-            collected = self.shown.small is not None and any(self.written[first:])
             for number, entry in enumerate(self.flat.index.entries):
-                if not self.written[number] and not (collected and number >= first):
+                if not self.written[number]:
                     buffer[entry.offset : entry.stop].zero_()
         if self.flat.index.padding:
             buffer[self.flat.index.numel :].zero_()

@@ -39,12 +39,12 @@ class Reductions:
     def launch(self, complete: Callable[[int], bool]) -> None:
         """Launch the units whose turn it is, as long as they are complete."""
         while self._launched < len(self._order) and complete(self._order[self._launched]):
+            if len(self._in_flight) >= IN_FLIGHT:  # the next takes the scratch of the oldest
+                self._finish(len(self._in_flight) + 1 - IN_FLIGHT, self._grace)
             unit = self._order[self._launched]
             self._start(unit)
             self._launched += 1
             self._in_flight.append(unit)
-            if len(self._in_flight) > IN_FLIGHT:
-                self._finish(1, self._grace)
 
     def finish(self) -> None:
         """Finish all reductions under way."""
@@ -156,9 +156,11 @@ class Expected:
     def _came(self, unit: int, wanted: Sequence[bytes]) -> bool:
         of_unit = self._gradients[unit]
         for gradients, flags in zip(of_unit, wanted, strict=True):
-            big = gradients.first_small
-            if big and not _covers(gradients.arrived[:big], flags[:big]):
-                return False  # without looking at the small ones
+            big, arrived = gradients.first_small, gradients.arrived
+            if big and not _covers(arrived[:big], flags[:big]):
+                return False
+            if len(gradients.shown.fresh) < sum(flags[big:]) - sum(arrived[big:]):
+                return False  # small ones are collected at once
         for gradients in of_unit:
             gradients.collect()
         return all(_covers(gradients.arrived, flags) for gradients, flags in zip(of_unit, wanted, strict=True))
