@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from zeroshard.errors import ModelError
 from zeroshard.pipeline.placeholders import Placeholders
@@ -135,3 +136,27 @@ def test_records_are_of_one_module() -> None:
     recorded(one, placeholders, torch.randn(2, 3))
     with pytest.raises(ModelError, match="Peeking"):
         placeholder(other, torch.randn(2, 3), placeholders=placeholders)
+
+
+class Grouped(nn.Module):
+    """Products by groups of rows, as mixtures of experts make them; torch's kernel on meta takes bf16 alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Parameter(torch.randn(2, 16, 32))
+
+    def forward(self, kind: str, x: Tensor) -> Tensor:
+        ends = torch.tensor([4, 8], dtype=torch.int32, device=x.device)
+        if kind == "rows":
+            return F.grouped_mm(x, self.experts, offs=ends)
+        if kind == "both":
+            return F.grouped_mm(x.reshape(2, 4, 16), self.experts)
+        return F.grouped_mm(x.t(), x, offs=ends)
+
+
+@pytest.mark.parametrize("kind", ["rows", "both", "sum"])
+def test_products_by_groups_have_a_shape_in_every_dtype(kind: str) -> None:
+    module, x = Grouped(), torch.randn(8, 16)
+    found = Placeholders().of(module, module.forward, (kind, x), {})
+    expected = module(kind, x)
+    assert (found.shape, found.dtype) == (expected.shape, expected.dtype)

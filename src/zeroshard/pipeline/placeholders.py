@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from zeroshard.errors import ModelError
@@ -63,7 +64,7 @@ class Placeholders:
         try:
             module.forward = forward
             vars(module).update((name, OrderedDict()) for name in HOOKS)  # they run around the gate
-            with torch.no_grad():
+            with torch.no_grad(), _AnyDtype():  # type: ignore[no-untyped-call]
                 meta_args, meta_kwargs = tree_map(to_meta, (args, kwargs))
                 output = functional_call(module, tree_map(to_meta, state), meta_args, meta_kwargs)
             return tree_flatten(tree_map(_shape_of, output))
@@ -83,6 +84,29 @@ class Placeholders:
         finally:
             module.forward = gate
             vars(module).update(hooks)
+
+
+class _AnyDtype(TorchDispatchMode):
+    """Lets grouped products have a shape on meta in every dtype; torch computes them in all and shows bf16 alone."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """As torch does, but for that operator."""
+        if func is torch.ops.aten._grouped_mm.default and args[0].is_meta:
+            return _grouped_mm(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _grouped_mm(
+    one: Tensor, other: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """The shape of products by groups: of rows, of columns, of both, or of what is summed over."""
+    shape: tuple[int, ...] = one.shape[-2], other.shape[-1]
+    if one.dim() == other.dim() == 2:
+        assert offs is not None
+        shape = len(offs), *shape
+    elif one.dim() == other.dim() == 3:
+        shape = len(one), *shape
+    return torch.empty(shape, dtype=out_dtype or one.dtype, device="meta")
 
 
 _Flat = tuple[list[Any], Any]  # leaves and TreeSpec
