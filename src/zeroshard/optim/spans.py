@@ -20,6 +20,7 @@ from zeroshard.optim.in_memory import fast_on_cpus
 from zeroshard.optim.one_step import OneStep
 from zeroshard.optim.owners import Owners
 from zeroshard.optim.probe import StateLayout, StateSizes, fresh_state
+from zeroshard.optim.step_hooks import watch_hooks
 from zeroshard.optim.tensor_optimizer import Fused, TensorOptimizer
 from zeroshard.parts.updater import OwnRows
 from zeroshard.units import Entry, Index, Unreadable
@@ -217,6 +218,7 @@ class SpanOptimizer:
     def _step(self, spans: Sequence[SliceSpan]) -> None:
         groups = range(len(self.optimizer.param_groups))
         given = [span.tensor.data for span in spans] if self.layout.rebinds else []
+        watch_hooks(self.optimizer, self.layout.whole is not None)
         # with all spans the optimizer would look through the others for gradients
         with self.held.inside([[span.tensor for span in spans if span.group == group] for group in groups]):
             self.one_step.call()
