@@ -57,6 +57,11 @@ def test_options_are_those_of_the_command() -> None:
     assert in_options(text, SimulateOptions, []) == "--schedule gpipe has --virtual-stages 1 and batch_per_rank is 4"
 
 
+def test_a_launcher_has_its_own_option_for_the_ranks() -> None:
+    text = "replicas=(2, 1) needs 3 ranks and there are 2; start as many."
+    assert in_options(text, TrainConfig, ["--nproc-per-node"]).endswith("start as many (--nproc-per-node 3).")
+
+
 def test_what_is_said_of_a_file_stays() -> None:
     text = "run.toml gives the option batch_per_rank twice"
     assert in_options(text, TrainConfig, ["--config", "run.toml"]) == text
@@ -69,7 +74,7 @@ def said_by(call: Any, *args: Any) -> str:
 
 
 def test_a_dense_model_is_told_how_it_gets_experts() -> None:
-    text = said_by(ExpertTechnique(ExpertParallel(2))._check, [], "GPT")
+    text = said_by(ExpertTechnique(ExpertParallel(2))._check, [], torch.nn.Linear(2, 2))
     assert "--expert-parallel 2 is for models" in in_options(text, TrainConfig, [])
     assert "Let --experts N make some; or leave --ep out." in in_options(text, TrainConfig, ["--ep", "2"])
     assert "Give a model that has some (--model module:function)" in in_options(text, VerificationOptions, [])

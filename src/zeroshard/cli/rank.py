@@ -97,11 +97,10 @@ def leave(error: BaseException, mesh: Mesh | None) -> None:
         _break_off(error, mesh)
     first, code = _is_first(error, mesh), 2 if isinstance(error, WRONG_INPUT) else 1
     if "ZEROSHARD_HEARTBEAT" in os.environ:
-        write_failure(Path(os.environ["ZEROSHARD_HEARTBEAT"]), error, first, code)
+        write_failure(Path(os.environ["ZEROSHARD_HEARTBEAT"]), error, first, code, _in_options(error))
     if first:
         if isinstance(error, ZeroshardError):
-            said = in_options(str(error), TrainConfig, sys.argv)
-            print(f"zeroshard: {type(error).__name__}: {said}", file=sys.stderr)
+            print(f"zeroshard: {type(error).__name__}: {_in_options(error)}", file=sys.stderr)
         else:
             traceback.print_exception(error)
         if "TORCHELASTIC_ERROR_FILE" in os.environ and not isinstance(error, ZeroshardError):
@@ -110,6 +109,12 @@ def leave(error: BaseException, mesh: Mesh | None) -> None:
             handler.record_exception(error)
     _flush()
     os._exit(code)  # a normal exit would wait for peers that are gone
+
+
+def _in_options(error: BaseException) -> str:
+    """The message, in options of the command that started this rank; a launcher has its own for the ranks."""
+    launched = "WORLD_SIZE" in os.environ and not any(word.startswith("--ranks") for word in sys.argv)
+    return in_options(str(error), TrainConfig, [*sys.argv, *(["--nproc-per-node"] if launched else [])])
 
 
 def _stop(stopped: Stopped, mesh: Mesh | None) -> NoReturn:

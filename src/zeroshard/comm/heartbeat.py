@@ -167,10 +167,14 @@ def read_heartbeat(path: Path) -> HeartbeatReading | None:
     )
 
 
-def write_failure(path: Path, error: BaseException, first: bool = True, code: int = 1) -> None:
-    """Write beside the heartbeat at `path` why this rank stops; a file that cannot be written is left out."""
+def write_failure(path: Path, error: BaseException, first: bool = True, code: int = 1, said: str | None = None) -> None:
+    """Write beside the heartbeat at `path` why this rank stops; a file that cannot be written is left out.
+
+    Args:
+        said: the message in the words of the command line; the error's own by default.
+    """
     trace = "".join(traceback.format_exception(error))
-    failure = Failure(type(error).__name__, str(error), first, time.monotonic(), trace, code)
+    failure = Failure(type(error).__name__, str(error) if said is None else said, first, time.monotonic(), trace, code)
     part = path.with_suffix(".part")
     try:
         part.write_text(json.dumps(asdict(failure)), encoding="utf-8")

@@ -21,8 +21,8 @@ CLASSES = {"Plan": "", **{kind.__name__: name for name, kind in GROUPS.items()}}
 CALL = re.compile(rf"(?:\b\w+=)?(?:\bzs\.)?\b({'|'.join(CLASSES)})(?=\()")
 IS, TO = r"is|has|names|gives|needs|must", r"to|out|a multiple|or"
 PHRASES = (  # of errors, as regular expressions; what they are on the command line; an option that must be there
-    (r"start a multiple of (\d+) ranks", r"start a multiple of \1 ranks (--ranks \1)", "ranks"),
-    (r"needs (\d+) ranks and there are \d+; start as many", r"\g<0> (--ranks \1)", "ranks"),
+    (r"start a multiple of (\d+) ranks", r"start a multiple of \1 ranks (RANKS \1)", "ranks"),
+    (r"needs (\d+) ranks and there are \d+; start as many", r"\g<0> (RANKS \1)", "ranks"),
     (r"Put zs\.moe\.MoE into it, or let zs\.moe\.replace_ffn\(model\) do so", "Let --experts N make some", "experts"),
     (r"Put zs\.moe\.MoE into it, or let .* do so", "Give a model that has some (--model module:function)", "batch_of"),
     (r"Leave the mixtures out, or put zs\.moe\.MoE into the model", "Leave --experts out", "experts"),
@@ -46,7 +46,7 @@ def in_options(text: str, cls: Any, argv: Sequence[str]) -> str:
         return text
     names, flags = _names(cls, argv), _flags(cls)
     for said, instead, option in PHRASES:
-        text = re.sub(said, instead, text) if option in names else text
+        text = re.sub(said, instead.replace("RANKS", names.get("ranks", "")), text) if option in names else text
     text = _without_calls(text, names, flags)
 
     def assigned(found: re.Match[str]) -> str:
