@@ -14,6 +14,7 @@ from pool import Pool, copies, impatient
 import zeroshard as zs
 from zeroshard.comm.collectives import Comm, Purpose
 from zeroshard.comm.mesh import announce_failure, mesh_of
+from zeroshard.comm.pending import Position
 from zeroshard.errors import CommError
 
 LONG = 1000
@@ -196,3 +197,19 @@ def test_a_rank_that_dies_is_an_error_on_the_other(port: int, speaks: bool) -> N
             process.join()
     assert "gather parameters of blocks.7" in message and "Rank 0 stopped" in message
     assert ("rank 1 failed: RuntimeError: out of luck" in message) == speaks
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[enforce fail at gloo/transport/tcp/pair.cc] op.preamble.length <= op.nbytes. 8 vs 4", "engine.data_rank"),
+        ("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:3", "a connection broke"),
+    ],
+)
+def test_the_backends_text_is_the_cause_and_not_the_message(text: str, said: str) -> None:
+    comm = Comm(zs.Mesh())
+    with pytest.raises(CommError) as error, comm._naming(Position("control", 1, "norm")):
+        raise RuntimeError(text)
+    assert said in str(error.value)
+    assert "gloo" not in str(error.value)
+    assert str(error.value.__cause__) == text

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from zeroshard.comm.hang_detector import PATIENCE, HangDetector
 from zeroshard.comm.mesh import Mesh, part_of
 from zeroshard.comm.over_budget import over_budget_elsewhere
-from zeroshard.comm.pending import Exchange, InPlace, Pending, Position, SideBySide
+from zeroshard.comm.pending import Exchange, InPlace, Pending, Position, SideBySide, cause_of
 from zeroshard.comm.rendezvous import SHORTEST, give_up
 from zeroshard.errors import CommError, PlanError
 from zeroshard.platform.accelerator import is_accelerator
@@ -489,5 +489,5 @@ class _Naming:
         if str(error).startswith("Operation timed out"):
             raise TimeoutError from error
         first = self._comm.failure()
-        reason = f"{first}" if first else f"a connection broke ({str(error).splitlines()[0]})"
+        reason = f"{first}" if first else cause_of(error)
         raise CommError(f"Rank {self._comm.mesh.rank} stopped in '{self._place.label}' because {reason}") from error

@@ -28,6 +28,16 @@ class Position(NamedTuple):
     label: str
 
 
+def cause_of(error: BaseException) -> str:
+    """The cause of a backend's error in words of our own; its text stays with the error that caused this one."""
+    if "nbytes" in str(error):  # gloo's "op.preamble.length <= op.nbytes"
+        return (
+            "another rank sent another number of bytes: the ranks have models or batches of unlike shapes, where "
+            "ranks of one data rank (engine.data_rank) must be given the same batch"
+        )
+    return "a connection broke: another rank has ended, or the network between them was cut; see each rank's log"
+
+
 class WaitingComm(Protocol):
     """The collectives of a rank, as one that is under way sees them."""
 
