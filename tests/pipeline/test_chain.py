@@ -552,3 +552,36 @@ def test_losses_of_the_routers_come_from_every_layer_and_are_refused() -> None:
     model = hugging_face("MixtralForCausalLM", output_router_logits=True)
     with pytest.raises(ModelError, match=r"'suffix' uses something made with 'model.layers.\d.mlp.gate.weight'"):
         Chain(model, lambda: loss_of(model, sentences(2, 8)))
+
+
+class Pooled(nn.Module):
+    """A head with a parameter of its own around attention, whose output layer is read and never called (SigLIP)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(4, 6)
+        self.blocks = nn.ModuleList([nn.Linear(6, 6) for _ in range(2)])
+        self.head = Pooling()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x)
+        pooled: Tensor = self.head(x)
+        return pooled.square().mean()
+
+
+class Pooling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.probe = nn.Parameter(torch.randn(1, 1, 6))
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        pooled: Tensor = self.attention(self.probe.expand(len(x), -1, -1), x, x)[0]
+        return pooled
+
+
+def test_a_layer_that_is_read_and_not_called_is_where_it_is_read() -> None:
+    chain = check_all_cuts(Pooled(), ((torch.randn(2, 3, 4),), (torch.randn(3, 3, 4),)))
+    assert "head.attention.out_proj.weight" in chain.layers[-1].parameters

@@ -384,7 +384,7 @@ class Chain:
         for number, block in enumerate(probe.order):
             self._number_of[block] = number + 1
         for gate in self._gates:
-            for number in sorted(probe.phases.get(gate.module, {0})) if gate.module not in probe.order else ():
+            for number in sorted(self._phases(gate, probe)) if gate.module not in probe.order else ():
                 layers[number].modules.append(gate.module)
         for layer in layers:
             for module in layer.modules:
@@ -392,6 +392,11 @@ class Chain:
                 for parameter in module.parameters(recurse=deep):
                     layer.parameters[names[parameter]] = parameter
         return layers
+
+    def _phases(self, gate: Gate, probe: Probe) -> set[int]:
+        """The layers of a module; of one that another reads without calling it, those of the other."""
+        around = (each.module for each in self._gates if gate.module in each.module.modules())
+        return next((probe.phases[module] for module in (gate.module, *around) if module in probe.phases), {0})
 
 
 class _Left(Exception):
