@@ -14,6 +14,7 @@ from selection import by_default
 from torch import Tensor, nn
 
 import zeroshard as zs
+from zeroshard.errors import PlanError
 
 
 class Draws(nn.Module):
@@ -98,10 +99,13 @@ def test_a_recomputation_draws_what_its_forward_drew(kind: str) -> None:
     assert same(found, kept) and draws == (*after[:3], True)
 
 
-def test_blocks_that_begin_to_draw_later_are_warned_of_once_and_then_replayed(tmp_path: Path) -> None:
+def test_blocks_that_begin_to_draw_later_are_refused_once_and_then_replayed(tmp_path: Path) -> None:
     kept, found = (zs.Engine(stack("python", begins=1), SGD, zs.Plan(recompute=way)) for way in ("off", "blocks"))
     take_step(kept, 0), take_step(found, 0), take_step(kept, 1)
-    with pytest.warns(UserWarning, match="for the first time, and not in its first one"):
+    with (
+        pytest.warns(UserWarning, match="for the first time, and not in its first one"),
+        pytest.raises(PlanError, match="its values are others"),
+    ):
         take_step(found, 1)
     kept.save(tmp_path / "c", wait=True)
     found.load(tmp_path / "c")

@@ -117,6 +117,7 @@ def recomputation_of(
     policy: Activations, model: nn.Module, blocks: Sequence[tuple[nn.Module, int]], around: Surroundings, means: Means
 ) -> Recomputation:
     """Recompute the blocks of a model as a policy says."""
+    around.exact = not any(name in LOSSY for name in policy.compress)
     if policy.recompute == "auto":
         return _auto_of(policy, model, blocks, around, means)
     operations = operations_of(policy.operations) if policy.recompute == "selective" else _no_operations

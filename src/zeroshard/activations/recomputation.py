@@ -36,7 +36,7 @@ from zeroshard.activations.segments import BlockSegment, Call, Region, SavedSlot
 from zeroshard.activations.surroundings import Surroundings
 from zeroshard.comm.collectives import Comm
 from zeroshard.errors import BudgetExceeded
-from zeroshard.parts.generators import ModelDraws, Source, held_by
+from zeroshard.parts.generators import ModelDraws, ReachedGenerators, Source, held_by, sources_among
 from zeroshard.parts.replay import Replay
 from zeroshard.parts.results import Using
 from zeroshard.parts.steps import StepEnd
@@ -84,7 +84,8 @@ class Recomputation:
         self._first: nn.Module | None = None
         self._called = 0
         self._inside = False
-        self._draws = ModelDraws()
+        inside = {id(each): each for block, _ in blocks for each in block.modules()}
+        self._draws = ModelDraws(ReachedGenerators(inside.values(), [block.forward for block, _ in blocks]))
         for module, unit in blocks:
             if not is_compiled(module):
                 module.forward = BlockForward(self, Call(module, unit, module.forward, operations))
@@ -103,10 +104,11 @@ class Recomputation:
         if segment is None:
             return self._keep_all(call, args, kwargs)
         sources = self._draws.sources(block.draws or not block.known)
+        given = sources_among((*args, *kwargs.values()))
         if not block.known:
             block.held = held_by(block.modules)
         often = segment.often
-        replay = Replay(block.modules, self._around.device, self._around.ledger, often, (*sources, *block.held))
+        replay = Replay(block.modules, self._around.device, self._around.ledger, often, (*sources, *given, *block.held))
         region = segment.begin(call, args, kwargs, replay)
         watch = None if block.known else _FirstForward(segment, self._around, (args, kwargs))
         self._inside = True

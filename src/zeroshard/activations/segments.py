@@ -32,6 +32,8 @@ from zeroshard.activations.surroundings import Surroundings
 from zeroshard.errors import PlanError
 from zeroshard.parts.replay import Replay
 from zeroshard.parts.results import Using
+from zeroshard.parts.samples import OTHER_VALUES, agrees, all_agree, sample_of, samples_of, spacing
+from zeroshard.platform.accelerator import is_accelerator
 from zeroshard.units.hooks import place_of
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
@@ -52,6 +54,7 @@ class Call:
     Attributes:
         again: how often it was computed again, and the seconds of that.
         made: seconds in which tensors of it were made again.
+        forwards: in segments so far.
     """
 
     module: nn.Module
@@ -61,6 +64,7 @@ class Call:
     needed: int | None = None  # of kept results, as far as a recomputation is known to ask for them
     again: tuple[int, float] = (0, 0.0)
     made: float = 0.0
+    forwards: int = 0
 
 
 class _KeptBack:
@@ -129,11 +133,12 @@ class _Linked:
 class SavedSlot:
     """Stands in the graph for a tensor that is computed again."""
 
-    __slots__ = ("__weakref__", "dtype", "held", "number", "segment", "shape")
+    __slots__ = ("__weakref__", "dtype", "held", "number", "sample", "segment", "shape")
 
     def __init__(self, segment: "BlockSegment", number: int, tensor: Tensor) -> None:
         self.segment, self.number, self.shape, self.dtype = segment, number, tensor.shape, tensor.dtype
         self.held: Held | None = None
+        self.sample: bytes | None = None
 
     def tensor(self) -> Tensor:
         """The tensor again; the first that is asked for has the segment computed again."""
@@ -158,6 +163,8 @@ class Region:
         saves_sums: whether it keeps what `once` makes.
         sums: bytes of results that were made in the forward alone.
         dropped: whether what its graph was to keep is computed again.
+        spacing: of how many of its tensors one is sampled; 0 for none.
+        ends: samples of what it returned.
     """
 
     choice: Any = None
@@ -170,6 +177,7 @@ class Region:
         self.kept: list[Any] = []
         self.asked, self.again, self.linked, self.sums = 0, False, False, 0
         self.dropped = False
+        self.spacing, self.ends = 0, list[bytes | None]()
         self._places: dict[int, int] = {}  # of kept results, by storage, where sums may be written into them
         self._autocast = _autocast_now(replay.device)
         self._modes = _get_current_function_mode_stack()
@@ -259,7 +267,7 @@ class Region:
             whole: whether its output is needed; else it ends with the last slot.
             fill: whether slots are filled.
         """
-        capture = _Capture(self, around, whole) if fill else _Dropped()
+        capture: _Capture | _Dropped = _Capture(self, around, whole) if fill else _Dropped()
         args, kwargs = self.arguments(made)
         began = around.now()
         self.asked, self.again = 0, True
@@ -281,9 +289,12 @@ class Region:
             output = None
         finally:
             self.again = False
+        leaves = tree_flatten(output)[0]
+        if capture.unlike and (self.kept or not all_agree(leaves, self.ends)):  # else it was memory without a value
+            raise differs(OTHER_VALUES)
         self.call.needed = max(self.asked, self.call.needed or 0)
         self.call.again = self.call.again[0] + 1, self.call.again[1] + around.now() - began
-        return tree_flatten(output)[0]
+        return leaves
 
     def end(self) -> None:
         """The forward is over."""
@@ -299,7 +310,7 @@ class _Capture:
 
     def __init__(self, region: Region, around: Surroundings, whole: bool) -> None:
         self._region, self._around, self._whole, self._count = region, around, whole, 0
-        self.waiting = region.waiting
+        self.waiting, self.unlike = region.waiting, False
 
     def hooks(self) -> saved_tensors_hooks:
         """The context of the recomputation."""
@@ -321,12 +332,15 @@ class _Capture:
             )
         slot.held = self._around.hold(tensor)
         self.waiting -= 1
-        if not self.waiting and not self._whole:
+        self.unlike = self.unlike or not (slot.sample is None or agrees(tensor, slot.sample))
+        if not (self.waiting or self._whole or self.unlike):
             raise _Enough
 
 
 class _Dropped:
     """Drops what a recomputation saves that is on its way to a later block."""
+
+    unlike = False
 
     def hooks(self) -> saved_tensors_hooks:
         """The context of the recomputation."""
@@ -372,6 +386,9 @@ class BlockSegment:
             else:
                 arguments.append(leaf)
         region = Region(call, arguments, spec, replay, hooks)
+        if self._around.exact:
+            region.spacing = spacing(call.forwards, is_accelerator(self._around.device))
+        call.forwards += 1
         self._regions.append(region)
         return region
 
@@ -382,9 +399,11 @@ class BlockSegment:
 
     def end(self, output: Any) -> None:
         """The block has returned its output."""
-        number = len(self._regions) - 1
-        self._regions[-1].end()
-        for leaf, tensor in enumerate(tree_flatten(output)[0]):
+        number, region = len(self._regions) - 1, self._regions[-1]
+        region.end()
+        leaves = tree_flatten(output)[0]
+        region.ends = samples_of(leaves) if region.spacing else []
+        for leaf, tensor in enumerate(leaves):
             if isinstance(tensor, Tensor):
                 self._made[id(tensor)] = ref(tensor), tensor._version, number, leaf
 
@@ -395,6 +414,8 @@ class BlockSegment:
             region.slots.append(None)
             return _KeptBack(tensor, region.hooks)
         slot = SavedSlot(self, len(self._regions) - 1, tensor)
+        if region.spacing and (len(region.slots) + region.call.forwards) % region.spacing == 0:
+            slot.sample = sample_of(tensor)
         region.slots.append(ref(slot))
         return slot
 
@@ -446,7 +467,7 @@ def differs(how: str) -> PlanError:
     """The error of a recomputation that is not as its forward was."""
     return PlanError(
         f"A block computed other tensors in its recomputation than in its forward: {how}. What it computes must depend "
-        f"on its arguments, parameters, buffers and random numbers alone; keep its activations with "
+        f"on its arguments, parameters, buffers, plain attributes and random numbers alone; keep its activations with "
         f"recompute='off', or leave it out of the units."
     )
 

@@ -29,6 +29,7 @@ class Surroundings:
         partition: divides inputs of blocks that several ranks hold alike; None where none do.
         arena: has the inputs of blocks in one buffer, if they are to lie in one.
         saver: stores what is saved, as the plan says.
+        exact: whether what is kept comes back as it was, so that recomputations are compared with their forwards.
     """
 
     device: torch.device
@@ -41,3 +42,4 @@ class Surroundings:
     partition: CheckpointPartition | None = None
     arena: CheckpointArena | None = None
     saver: Savers = field(default_factory=lambda: Savers(()))
+    exact: bool = True

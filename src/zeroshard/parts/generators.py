@@ -1,4 +1,4 @@
-"""Random number generators beside torch's default ones: Python's, numpy's, and those that modules hold as attributes.
+"""Random number generators beside torch's default ones: Python's, numpy's, and those that modules hold or reach.
 
 Reading the state of Python's and numpy's takes some 0.1 ms, so it is done where a forward may draw from them.
 """
@@ -14,12 +14,15 @@ import numpy as np
 import torch
 from torch import nn
 
+from zeroshard.parts.reachable import generators_reached
+
+LOOKS = 3  # forwards
 Source = tuple[Callable[[], Any], Callable[[Any], Any]]  # reads a state, writes one
 
 MISSED = (
     "The model drew random numbers from Python's or numpy's generators in a forward for the first time, and not in its "
-    "first one. If a block that is computed again drew them, the gradients of this forward are wrong; later forwards "
-    "replay them. Draw them in the first forward too, use torch's random numbers, or set recompute='off'."
+    "first one. If a block that is computed again drew them, its backward is refused this time; later forwards replay "
+    "them. Draw them in the first forward too, use torch's random numbers, or set recompute='off'."
 )
 PYTHON_AND_NUMPY: Sequence[Source] = (
     (random.getstate, random.setstate),
@@ -29,8 +32,37 @@ PYTHON_AND_NUMPY: Sequence[Source] = (
 
 def held_by(modules: Iterable[nn.Module]) -> list[Source]:
     """Generators that are attributes of modules, each once."""
-    found = {id(value): value for module in modules for value in vars(module).values()}
-    return [source for value in found.values() if (source := _source_of(value)) is not None]
+    return sources_among({id(value): value for module in modules for value in vars(module).values()}.values())
+
+
+def sources_among(values: Iterable[Any]) -> list[Source]:
+    """The generators among values."""
+    return [source for value in values if (source := _source_of(value)) is not None]
+
+
+class ReachedGenerators:
+    """Generators that the code of modules reaches, beside those that are attributes of modules.
+
+    They are looked for in the first forwards, by which they have been made.
+
+    Args:
+        modules: all, down to the innermost.
+        roots: where the search begins: the modules, and functions that stand for their forwards.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], roots: Iterable[Any] = ()) -> None:
+        self._modules = list(modules)
+        self._roots = [*self._modules, *roots]
+        self._looked = 0
+        self._found: list[Source] = []
+
+    def look(self) -> Sequence[Source]:
+        """Those that a forward, which is about to begin, may draw from."""
+        if self._looked < LOOKS:
+            self._looked += 1
+            held = {id(value) for module in self._modules for value in vars(module).values()}
+            self._found = sources_among(each for each in generators_reached(self._roots) if id(each) not in held)
+        return self._found
 
 
 class GeneratorStates:
@@ -67,22 +99,29 @@ class GeneratorStates:
 
 
 class ModelDraws:
-    """Whether forwards of a model draw from Python's or numpy's generators, as far as that is known."""
+    """Which generators blocks of a model may draw from, as far as that is known.
 
-    def __init__(self) -> None:
+    Args:
+        reached: by the blocks' code.
+    """
+
+    def __init__(self, reached: ReachedGenerators) -> None:
+        self._reached = reached
+        self._more: Sequence[Source] = ()
         self._known, self._missed = False, False
         self._states = GeneratorStates(())
 
     def begin(self, trains: bool) -> None:
         """A forward begins."""
         self._missed = False
+        self._more = self._reached.look() if trains else ()
         self._states = GeneratorStates(PYTHON_AND_NUMPY if trains and not self._known else ())
 
     def sources(self, may_draw: bool) -> Sequence[Source]:
-        """Those that a block that `may_draw` draws from; or any block, if something in the model does."""
+        """Those that the blocks reach; with Python's and numpy's for one that `may_draw`, or if the model draws."""
         watched = may_draw or self._known
         self._missed = self._missed or not watched
-        return PYTHON_AND_NUMPY if watched else ()
+        return (*PYTHON_AND_NUMPY, *self._more) if watched else self._more
 
     def end(self) -> None:
         """It ends; warns if it drew numbers that may be missed."""

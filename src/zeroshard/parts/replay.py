@@ -1,8 +1,9 @@
 """Replay: what a forward depends on beside weights and inputs, so that it can be computed again just as it was.
 
-A forward that is recomputed meets the random numbers, the buffers and the modes (training or evaluation) that it met
-the first time, and what it writes into buffers the second time is dropped: statistics and counters stand after a step
-as after one forward of each microbatch, in order (Chen et al., 1604.06174, leave that to the framework).
+A forward that is recomputed meets the random numbers, the buffers and the plain attributes (`training` among them) that
+it met the first time, and what it writes into buffers and attributes the second time is dropped: statistics and
+counters stand after a step as after one forward of each microbatch, in order (Chen et al., 1604.06174, leave that to
+the framework). What it depends on besides shows in its values ([Note: other values]).
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,18 +12,22 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from zeroshard.errors import PlanError
 from zeroshard.memory.ledger import Category, Ledger
-from zeroshard.parts.generators import PYTHON_AND_NUMPY, GeneratorStates, Source
+from zeroshard.parts.attributes import PlainAttributes
+from zeroshard.parts.generators import PYTHON_AND_NUMPY, GeneratorStates, ReachedGenerators, Source, held_by
+from zeroshard.parts.samples import OTHER_VALUES, agrees, sample_of, spacing
 from zeroshard.platform import accelerator
+from zeroshard.platform.accelerator import is_accelerator
 
 Values = dict[str, Tensor | None]
 
 
 class Replay:
-    """One forward's random numbers and buffers. Made before it; `end` is called after it.
+    """One forward's random numbers, buffers and plain attributes. Made before it; `end` is called after it.
 
     Args:
-        modules: those whose buffers the forward may change.
+        modules: those whose buffers and attributes the forward may read and change.
         ledger: enters the copies that are kept.
         often: whether the forward may be computed again several times, so that it must not write into the copies.
         sources: of random numbers beside torch's own, which are replayed too.
@@ -45,7 +50,7 @@ class Replay:
         self.device = device
         self._random, self._device_random = torch.get_rng_state(), accelerator.random_state(device)
         self.others = GeneratorStates(sources)
-        self._trained = [module.training for module in modules]
+        self._attributes = PlainAttributes(modules)
         copies: dict[int, Tensor] = {}  # one for a buffer that several modules share
         self._before: dict[nn.Module, Values] = {}
         self._copies: dict[nn.Module, Values] = {}
@@ -76,23 +81,17 @@ class Replay:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Have everything as it was inside; afterwards buffers and random numbers are as they are now."""
+        """Have everything as it was inside; afterwards buffers, attributes and random numbers are as they are now."""
         now = {module: dict(module._buffers) for module in self._copies}
-        modes = zip(self._modules, self._trained, strict=True)
-        turned = [(module, module.training) for module, trained in modes if module.training != trained]
         try:
-            for module, training in turned:
-                module.training = not training
             again: dict[int, Tensor] = {}
             for module, values in self._copies.items():
                 _install(module, {n: _copy(v, again) for n, v in values.items()} if self._often else values)
-            with accelerator.forked_random([self.device]), self.others.again():
+            with accelerator.forked_random([self.device]), self.others.again(), self._attributes.again():
                 torch.set_rng_state(self._random)
                 accelerator.set_random_state(self.device, self._device_random)
                 yield
         finally:
-            for module, training in turned:
-                module.training = training
             for module, current in now.items():
                 _install(module, current)
 
@@ -102,6 +101,43 @@ class Replay:
         if self.nbytes:
             self._ledger.give(Category.BUFFERS, self.nbytes, "buffers for a recomputation")
             self.nbytes = 0
+
+
+class Replays:
+    """Makes the replays of forwards of one model, and compares outputs with those of the recomputations.
+
+    Args:
+        modules: of the model, down to the innermost.
+        device: as for `Replay`.
+        ledger: likewise.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], device: torch.device, ledger: Ledger) -> None:
+        self._modules, self._device, self._ledger = modules, device, ledger
+        self._reached = ReachedGenerators(modules)
+        self._forwards = 0
+
+    def begin(self) -> Replay:
+        """The replay of a forward that is about to begin."""
+        sources = (*PYTHON_AND_NUMPY, *held_by(self._modules), *self._reached.look())
+        return Replay(self._modules, self._device, self._ledger, sources=sources)
+
+    def sample(self, output: Tensor) -> bytes | None:
+        """A sample of what the forward gave; None where it is not to be compared."""
+        self._forwards += 1
+        return sample_of(output.detach()) if spacing(self._forwards - 1, is_accelerator(self._device)) else None
+
+    def compare(self, output: Tensor, sample: bytes | None, label: str) -> None:
+        """Compare what a recomputation gave.
+
+        Raises:
+            PlanError: it has other values.
+        """
+        if sample is not None and not agrees(output.detach(), sample):
+            raise PlanError(
+                f"{label} computed another output in its recomputation than in its forward: {OTHER_VALUES}; or keep "
+                f"its activations with recompute='off'."
+            )
 
 
 def _has_buffers(module: nn.Module) -> bool:

@@ -20,7 +20,7 @@ from zeroshard.parts.losses import Loss
 from zeroshard.parts.part import Parts
 from zeroshard.parts.penalties import weighing
 from zeroshard.parts.random_numbers import MicrobatchRows
-from zeroshard.parts.replay import Replay
+from zeroshard.parts.replay import Replay, Replays
 from zeroshard.parts.steps import Backwards, Run, Updates
 from zeroshard.pipeline.bypass import Bypass
 from zeroshard.pipeline.chunks import Chunks
@@ -56,6 +56,7 @@ class _Flight:
     edge: GradientEdge | None = None
     loss: Loss | None = None
     replay: Replay | None = None  # where the forward is computed again
+    sample: bytes | None = None  # of its output, to be compared
     store: WeightGradients = field(default_factory=WeightGradients)
 
 
@@ -86,7 +87,9 @@ class Executor:
         recomputes: bool,
     ) -> None:
         self._stage, self._model, self._backward = stage, parts, backward
-        self._run, self._scale, self._recomputes = run, scale, recomputes
+        self._run, self._scale = run, scale
+        around = stage.chain.modules, stage.mesh.device, parts.arena.ledger
+        self._replays = Replays(*around) if recomputes else None
         self.messages, self.random_numbers = Messages(stage, parts.messages, parts.inputs), parts.random_numbers
         self.tied = TiedWeights(stage, parts, self.messages)
         self._flights: dict[Key, _Flight] = {}
@@ -118,7 +121,7 @@ class Executor:
 
     def run(self, actions: Schedule) -> None:
         """Carry out actions in order."""
-        self._at_once = _followed_by_their_backward(actions) if self._recomputes else set()
+        self._at_once = _followed_by_their_backward(actions) if self._replays is not None else set()
         self._chunks.begin(actions)
         self.interpreter.run(actions)
 
@@ -151,12 +154,14 @@ class Executor:
         chunk, j = action.chunk, _number(action)
         flight = self._flights[chunk, j] = self._enter(action)
         start = self.interpreter.now()
-        if self._recomputes and (chunk, j) not in self._at_once:
-            flight.replay = Replay(self._stage.chain.modules, self._stage.mesh.device, self._model.arena.ledger)
+        if self._replays is not None and (chunk, j) not in self._at_once:
+            flight.replay = self._replays.begin()
             with torch.no_grad():
                 output, bypass = self._compute(action, flight)
             flight.replay.end()
             self._put_aside(flight)
+            if flight.kept is None:  # else its input may come back with loss
+                flight.sample = self._replays.sample(_values_of(output))
         else:
             output, bypass = self._compute_once(action, flight)
         self.interpreter.note(action, start)
@@ -258,9 +263,12 @@ class Executor:
         self._chunks.use(action)
         if flight.kept is not None:
             flight.hidden, flight.kept = flight.kept().requires_grad_(), None
-        if flight.replay is not None:
+        if flight.replay is not None and self._replays is not None:
             with flight.replay.again(), torch.enable_grad():
-                self._keep(action, flight, self._compute(action, flight)[0])
+                output = self._compute(action, flight)[0]
+            self._keep(action, flight, output)
+            self._replays.compare(_values_of(output), flight.sample, f"Chunk {chunk} of the pipeline")
+            del output
         self._backward.forget_interrupted()
         self._backward.under_scale = True
         self._chunks.backward(action)
@@ -412,3 +420,7 @@ def _number(action: Action) -> int:
 def _peer(action: Action) -> int:
     assert action.peer is not None
     return action.peer
+
+
+def _values_of(output: Any) -> Tensor:
+    return output.value if isinstance(output, Loss) else output
