@@ -32,7 +32,7 @@ from zeroshard.activations.surroundings import Surroundings
 from zeroshard.errors import PlanError
 from zeroshard.parts.replay import Replay
 from zeroshard.parts.results import Using
-from zeroshard.parts.samples import OTHER_VALUES, agrees, all_agree, sample_of, samples_of, spacing
+from zeroshard.parts.samples import OTHER_VALUES, ForwardSamples, agrees
 from zeroshard.platform.accelerator import is_accelerator
 from zeroshard.units.hooks import place_of
 
@@ -163,8 +163,7 @@ class Region:
         saves_sums: whether it keeps what `once` makes.
         sums: bytes of results that were made in the forward alone.
         dropped: whether what its graph was to keep is computed again.
-        spacing: of how many of its tensors one is sampled; 0 for none.
-        ends: samples of what it returned.
+        samples: of its values, if recomputations are compared.
     """
 
     choice: Any = None
@@ -177,10 +176,9 @@ class Region:
         self.kept: list[Any] = []
         self.asked, self.again, self.linked, self.sums = 0, False, False, 0
         self.dropped = False
-        self.spacing, self.ends = 0, list[bytes | None]()
+        self.samples: ForwardSamples | None = None
         self._places: dict[int, int] = {}  # of kept results, by storage, where sums may be written into them
-        self._autocast = _autocast_now(replay.device)
-        self._modes = _get_current_function_mode_stack()
+        self._contexts = _contexts_now(replay.device)
 
     def once(self, make: Callable[[], Tensor], written: Tensor) -> Tensor:
         """A result that is made in the forward alone; as `parts.results.KeptResults`."""
@@ -279,9 +277,7 @@ class Region:
                     around.draws(self.call.module),
                 ]
                 mode = self.call.operations(self)
-                contexts += [Using(self), capture.hooks(), *self._autocast(), *([mode] if mode is not None else [])]
-                present = _get_current_function_mode_stack()
-                contexts += [each for each in self._modes if not any(each is other for other in present)]
+                contexts += [Using(self), capture.hooks(), *self._contexts(), *([mode] if mode is not None else [])]
                 for context in contexts:
                     stack.enter_context(context)
                 output = self.call.forward(*args, **kwargs)
@@ -290,8 +286,8 @@ class Region:
         finally:
             self.again = False
         leaves = tree_flatten(output)[0]
-        if capture.unlike and (self.kept or not all_agree(leaves, self.ends)):  # else it was memory without a value
-            raise differs(OTHER_VALUES)
+        if capture.unlike and (self.kept or self.samples is None or not self.samples.agree(leaves)):
+            raise differs(OTHER_VALUES)  # and where all agree, it was memory without a value
         self.call.needed = max(self.asked, self.call.needed or 0)
         self.call.again = self.call.again[0] + 1, self.call.again[1] + around.now() - began
         return leaves
@@ -387,7 +383,7 @@ class BlockSegment:
                 arguments.append(leaf)
         region = Region(call, arguments, spec, replay, hooks)
         if self._around.exact:
-            region.spacing = spacing(call.forwards, is_accelerator(self._around.device))
+            region.samples = ForwardSamples(call.forwards, is_accelerator(self._around.device))
         call.forwards += 1
         self._regions.append(region)
         return region
@@ -402,7 +398,8 @@ class BlockSegment:
         number, region = len(self._regions) - 1, self._regions[-1]
         region.end()
         leaves = tree_flatten(output)[0]
-        region.ends = samples_of(leaves) if region.spacing else []
+        if region.samples is not None:
+            region.samples.returned(leaves)
         for leaf, tensor in enumerate(leaves):
             if isinstance(tensor, Tensor):
                 self._made[id(tensor)] = ref(tensor), tensor._version, number, leaf
@@ -414,8 +411,8 @@ class BlockSegment:
             region.slots.append(None)
             return _KeptBack(tensor, region.hooks)
         slot = SavedSlot(self, len(self._regions) - 1, tensor)
-        if region.spacing and (len(region.slots) + region.call.forwards) % region.spacing == 0:
-            slot.sample = sample_of(tensor)
+        if region.samples is not None:
+            slot.sample = region.samples.saved(tensor, len(region.slots))
         region.slots.append(ref(slot))
         return slot
 
@@ -476,17 +473,20 @@ def _read_again(saved: Any) -> Tensor:
     raise differs("it ran a backward in its forward, through tensors that are not kept")
 
 
-def _autocast_now(device: torch.device) -> Callable[[], list[torch.autocast]]:
-    """The contexts in which autocasting is as it is now; none where it is so anyway."""
+def _contexts_now(device: torch.device) -> Callable[[], list[AbstractContextManager[Any]]]:
+    """The contexts in which autocasting and function modes are as they are now; none where they are so anyway."""
     kinds = sorted({"cpu", device.type})
     then = {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds}
+    modes = _get_current_function_mode_stack()
 
-    def contexts() -> list[torch.autocast]:
-        return [
+    def contexts() -> list[AbstractContextManager[Any]]:
+        present = _get_current_function_mode_stack()
+        found: list[AbstractContextManager[Any]] = [
             torch.autocast(kind, dtype, enabled)
             for kind, (enabled, dtype) in then.items()
             if enabled or torch.is_autocast_enabled(kind)
         ]
+        return found + [each for each in modes if not any(each is other for other in present)]
 
     return contexts
 

@@ -66,12 +66,29 @@ def agrees(tensor: Tensor, sample: bytes) -> bool:
     return torch.allclose(mine, other, rtol=0.0, atol=tolerance, equal_nan=True)
 
 
-def samples_of(values: Sequence[Any]) -> list[bytes | None]:
-    """A sample of each tensor among values; None for others."""
-    return [sample_of(each) if isinstance(each, Tensor) else None for each in values]
+class ForwardSamples:
+    """Samples of what one forward of a block saves and returns.
 
+    Args:
+        forwards: of the block before it.
+        on_accelerator: whether it runs on one.
+    """
 
-def all_agree(values: Sequence[Any], samples: Sequence[bytes | None]) -> bool:
-    """Whether all values of which there are samples agree with them; no if there are none."""
-    pairs = [(each, sample) for each, sample in zip(values, samples, strict=False) if sample is not None]
-    return bool(pairs) and all(isinstance(each, Tensor) and agrees(each, sample) for each, sample in pairs)
+    def __init__(self, forwards: int, on_accelerator: bool) -> None:
+        self._forwards, self._spacing = forwards, spacing(forwards, on_accelerator)
+        self._ends: list[bytes | None] = []
+
+    def saved(self, tensor: Tensor, number: int) -> bytes | None:
+        """A sample of what is saved as one of that number, if it is to be compared."""
+        compared = self._spacing and (number + self._forwards) % self._spacing == 0
+        return sample_of(tensor) if compared else None
+
+    def returned(self, values: Sequence[Any]) -> None:
+        """The forward is over."""
+        if self._spacing:
+            self._ends = [sample_of(each) if isinstance(each, Tensor) else None for each in values]
+
+    def agree(self, values: Sequence[Any]) -> bool:
+        """Whether what a recomputation returns has the same values; no if they were not sampled."""
+        pairs = [(each, sample) for each, sample in zip(values, self._ends, strict=False) if sample is not None]
+        return bool(pairs) and all(isinstance(each, Tensor) and agrees(each, sample) for each, sample in pairs)
