@@ -20,9 +20,10 @@ from zeroshard.plan import SEARCHED, Plan
 from zeroshard.planner.predict.result import Found
 from zeroshard.platform.rehearsed import Rehearsal
 from zeroshard.report import write_report
+from zeroshard.traffic import UPDATE, Purpose
 from zeroshard.train import planning
 from zeroshard.train.config import TrainConfig
-from zeroshard.train.forecast import Forecast, ForecastComparison, Measured
+from zeroshard.train.forecast import Forecast, ForecastComparison, Measured, stalls_of
 from zeroshard.train.gpt import SIZES, GPTConfig
 from zeroshard.train.options import parse
 from zeroshard.train.planning import plan_ahead
@@ -86,6 +87,25 @@ def test_one_process_keeps_its_plan(words: list[str], monkeypatch: pytest.Monkey
     assert again is not None and again[1] == folder
     assert f"going on with the plan of {folder}, which is not chosen anew: zero 0, bf16" in shown
     assert "going on from step 22" in shown
+
+
+@pytest.mark.parametrize("plan", ["optimizer --zero 1", "optimizer,parameters,activations --zero 3", "disk", "adagrad"])
+def test_what_is_offloaded_counts_where_it_is(words: list[str], plan: str, tmp_path: Path) -> None:
+    on_disk = f"optimizer,parameters --zero 3 --offload.disk {tmp_path / 'disk'} --offload.disk-parameters"
+    plan = {"disk": on_disk, "adagrad": "optimizer --zero 2 --optimizer adagrad"}.get(plan, plan)
+    given = [*words, "--steps", "8", "--predict", "--no-checkpoint", "--offload", *plan.split()]
+    done = run(parse(TrainConfig, given, "train"), Mesh())
+    assert done is not None
+    kept = content(done[1], "prediction.json")
+    rows = {(row["part"], row["name"]): (row["predicted"], row["measured"]) for row in kept["rows"]}
+    assert rows["memory", "peak"][1] == pytest.approx(rows["memory", "peak"][0], rel=1e-3)
+    lower = {key: pair for key, pair in rows.items() if key[0] in ("host", "disk")}
+    assert lower and all(predicted == measured > 0 for predicted, measured in lower.values())
+    assert {("disk", "all")} == {key for key in lower if key[0] == "disk"} or "disk" not in plan
+    exposed = {name: pair for (part, name), pair in rows.items() if part == "exposed"}
+    assert "host link" in exposed and all(predicted > 0 and measured > 0 for predicted, measured in exposed.values())
+    assert not [warning for warning in kept["warnings"] if warning.startswith("memory")]
+    assert "exposed: host link" in write_report(done[1]).read_text()
 
 
 def test_two_ranks_get_the_plan_of_rank_zero(words: list[str], tmp_path: Path) -> None:
@@ -180,6 +200,23 @@ def measured(**given: Any) -> Measured:
     return Measured(**values | given)
 
 
+def test_stalls_are_shown_beside_the_prediction() -> None:
+    planned = prediction(causes={"compute": 0.3, "host link": 0.1, "host update": 0.02}, host={"gradients": GIB})
+    stalls = stalls_of({Purpose.GRADIENTS_DOWN: 0.03, Purpose.PARAMETERS_UP: 0.04, UPDATE: 0.05})
+    assert stalls == {"host link": pytest.approx(0.07), "host update": 0.05}
+    for causes in ({}, {"compute": 0.3, **stalls}):  # on a GPU other causes cannot be told apart
+        found = ForecastComparison(planned, measured(causes=causes, stalls=stalls, host={"gradients": GIB}), "", 20)
+        rows = {(row["part"], row["name"]): (row["predicted"], row["measured"]) for row in found.rows}
+        assert rows["exposed", "host link"] == (0.1, stalls["host link"]) and ("time", "host link") not in rows
+        assert rows["exposed", "host update"] == (0.02, 0.05) and rows["host", "gradients"] == (GIB, GIB)
+        assert "  exposed host link: predicted 100 ms per step, measured 70.0 ms" in found.lines
+        assert found.metrics()["predicted_exposed_seconds"] == pytest.approx(0.12)
+    staged = replace(planned, causes={"compute": 0.3, "bubble": 0.1})
+    assert not [
+        row for row in ForecastComparison(staged, measured(stalls=stalls), "", 20).rows if row["part"] == "exposed"
+    ]
+
+
 @pytest.mark.parametrize(
     "given, sentence",
     [
@@ -189,6 +226,7 @@ def measured(**given: Any) -> Measured:
             {"memory": {**prediction().memory, "activations": 7 * GIB}},
             r"memory is \+6.7 % off .* in activations: predicted 6.00 GiB, measured 7.00 GiB\.",
         ),
+        ({"host": {"gradients": GIB}}, r"memory below the device is .* in gradients: predicted 0 B, measured 1.00 GiB"),
         ({"allocated": int(15.4 * GIB)}, None),
         (
             {"wire": {"gather parameters": 4 * GIB, "reduce gradients": 2 * GIB + 4}},

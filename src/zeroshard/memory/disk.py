@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from zeroshard.errors import OffloadError
 from zeroshard.memory.host import PAGE, fresh_pages, in_pages
@@ -65,6 +66,7 @@ class Disk:
         self._end = 0
         self._entries: list[tuple[Category, int, str, int]] = []
         self._bandwidth: tuple[float, float] | None = None
+        self._slabs: dict[int, StorageWeakRef] = {}
         self._close = weakref.finalize(self, _close, {self._file, self._direct})
 
     def reserve(self, nbytes: int, category: Category, label: str, padding: int = 0) -> Extent:
@@ -115,7 +117,15 @@ class Disk:
             return torch.empty(0, dtype=dtype)
         pages = mmap.mmap(self._file, in_pages(extent.nbytes), flags=mmap.MAP_SHARED, offset=extent.offset)
         pages.madvise(mmap.MADV_SEQUENTIAL)
-        return torch.frombuffer(pages, dtype=dtype, count=numel)
+        slab = torch.frombuffer(pages, dtype=dtype, count=numel)
+        storage = slab.untyped_storage()
+        self._slabs[storage._cdata] = StorageWeakRef(storage)
+        return slab
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in a slab of this file."""
+        found = self._slabs.get(tensor.untyped_storage()._cdata)
+        return found is not None and not found.expired()
 
     def write(self, extent: Extent, tensor: torch.Tensor) -> None:
         """Write a contiguous tensor of as many bytes into an extent.

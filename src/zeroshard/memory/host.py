@@ -175,6 +175,10 @@ class HostMemory:
                 self._count_as(Category.BUFFERS, block)
                 self._spare[block.nbytes].append(block)
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in a slab of this memory."""
+        return _storage_of(tensor) in self._held
+
     def check_room(self, nbytes: int, what: str, ranks: int = 1, category: Category = Category.BUFFERS) -> None:
         """Refuse bytes that the ledger's budget, the machine, the process's cgroups or its own limits cannot hold.
 

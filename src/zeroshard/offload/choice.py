@@ -100,7 +100,10 @@ class Offloading(Choice):
 
     def notes(self, host_rate: str) -> tuple[str, ...]:
         """Its seconds are modelled."""
-        modelled = "Seconds of copies between tiers and of host updates are modelled on a virtual clock"
+        modelled = (
+            "Seconds of copies between tiers and of host updates are modelled on a virtual clock, or are the CPU time "
+            "that they take where layers are really run"
+        )
         return (f"{modelled}; {host_rate}.",) if self.parts else ()
 
     def updater(self, on_device: Made, on_host: Made) -> Made:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from zeroshard.memory import Disk, HostMemory, ImaginedDisk, Room
 from zeroshard.memory.ledger import Ledger
-from zeroshard.memory.transfers import Modelled, Task, TaskRunner
+from zeroshard.memory.transfers import Eager, Modelled, Task, TaskRunner
 from zeroshard.platform.real import Platform
 from zeroshard.platform.shared_memory import SharedMemory, Signal
 from zeroshard.platform.transport import Arrival, Bounds, Group, Network, Scratch, Sizes
@@ -89,6 +89,7 @@ class Rehearsal(Platform):
         shares: whether the ranks are assumed to share memory, where the plan lets them.
         values: whether tensors have values; a collective then fills results with this rank's own.
         measured: whether compute time is measured CPU time; the clock then only adds the time of collectives.
+        apart: whether the CPU time of copies between tiers and of host jobs counts by their causes then.
         clock: of the rehearsal.
         wire_seconds: gives the time of a collective; 0 by default.
         link_of: gives the link that a collective takes; one for all by default.
@@ -103,6 +104,7 @@ class Rehearsal(Platform):
     shares: bool = False
     values: bool = False
     measured: bool = False
+    apart: bool = False
     clock: Clock = field(default_factory=Clock)
     wire_seconds: WireSeconds = lambda operation, nbytes, members: 0.0
     link_of: LinkOf = lambda members: ""
@@ -153,8 +155,8 @@ class Rehearsal(Platform):
         return ImaginedDisk(ledger, self.make_on_host)
 
     def executor(self, device: torch.device, timeout: float) -> TaskRunner:
-        """Tasks on the clock of the rehearsal."""
-        return Modelled(self.clock, self.task_seconds)
+        """Tasks on the clock of the rehearsal, or by the CPU time that they take."""
+        return MeasuredTasks(self.clock) if self.apart else Modelled(self.clock, self.task_seconds)
 
     def begin(self, operation: str, nbytes: int) -> dist.Work:
         """Put a collective onto its link; where time is measured it takes CPU time, and no overlap hides it."""
@@ -171,6 +173,21 @@ class Rehearsal(Platform):
             for part in into.split(values.numel()):
                 part.copy_(values[: part.numel()])
             self.clock.spent["aside"] += time.process_time() - start
+
+
+class MeasuredTasks(Eager):
+    """Runs tasks at once, and counts their CPU time by cause, as if the main thread waited for all of it."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+
+    def begin(self, task: Task) -> None:
+        """Run the task; its time is none of the main thread's own."""
+        before, start = self._clock.spent["aside"], time.process_time()
+        task.run()
+        seconds = time.process_time() - start - (self._clock.spent["aside"] - before)
+        self._clock.spent["aside"] += seconds
+        self._clock.spent[task.cause] += seconds
 
 
 class RehearsedNetwork(Network):

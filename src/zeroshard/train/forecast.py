@@ -5,9 +5,9 @@ The prediction is of one rank, whose memory and traffic are compared; the time o
 
 import gc
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from types import FrameType, FunctionType, ModuleType
 from typing import Any
@@ -16,8 +16,10 @@ import torch
 
 from zeroshard.comm.collectives import Purpose
 from zeroshard.engine import Engine
+from zeroshard.memory import Disk, HostMemory
 from zeroshard.pipeline.cluster import format_size
 from zeroshard.planner.predict.memory_tracker import Tracker
+from zeroshard.planner.predict.rehearse import CAUSES
 from zeroshard.planner.predict.result import TEMPORARIES, Prediction
 from zeroshard.planner.search.text import seconds as time_text
 from zeroshard.platform import accelerator
@@ -27,6 +29,8 @@ STEPS = 20  # before the comparison
 TRACKED, TIMED = 5, 6  # the step whose allocations are tracked; the first step whose time counts
 FEWEST = 8  # steps that are enough to compare
 MEMORY_BAR, TIME_BAR = 0.03, 0.2  # tolerated shares of the prediction; bytes on the wire must be equal
+TIERS = (HostMemory, Disk)  # below the device
+STALLS = ("host link", "host update", "disk")  # causes of waits for what is offloaded
 LIBRARIES = 2**26  # bytes of a GPU's workspaces for matrix products, which predictions count as overhead of the device
 NOT_PREDICTED = (
     *(Purpose.CONTROL, Purpose.SETUP),
@@ -47,6 +51,9 @@ class Measured:
         wall: seconds of a step, the median.
         cpu: CPU time of this process in a step, the median.
         causes: seconds of a step by cause, the median of each; empty where they cannot be told apart.
+        host: bytes by category in host memory after the last step.
+        disk: bytes on a disk, likewise.
+        stalls: seconds of a step in which the main thread waited for copies between tiers and for host updates.
     """
 
     memory: Mapping[str, int]
@@ -55,6 +62,9 @@ class Measured:
     wall: float
     cpu: float
     causes: Mapping[str, float]
+    host: Mapping[str, int] = field(default_factory=dict)
+    disk: int = 0
+    stalls: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def peak_bytes(self) -> int:
@@ -84,6 +94,7 @@ class Forecast:
         self._tracker: Tracker | None = None
         self._memory: dict[str, int] = {}
         self._times: list[tuple[float, float, float, float]] = []  # wall, CPU, in the optimizer, waiting
+        self._stalls: list[Mapping[str, float]] = []
         self._entered = self._optimizing = 0.0
         self._hooks = [
             engine.optimizer.register_step_pre_hook(lambda *_: self._enter()),
@@ -112,6 +123,7 @@ class Forecast:
         if self._tracker is None and TIMED <= number <= self.last:
             took = time.perf_counter() - began, time.process_time() - cpu
             self._times.append((*took, self._optimizing, self._engine.seconds_waiting))
+            self._stalls.append(stalls_of(self._engine.exposed))
         if self._tracker is not None and number == self._tracked:
             self._memory = self._tracker.peak.snapshot
             self._stop_tracking()
@@ -128,13 +140,18 @@ class Forecast:
         """The comparison over the measurements of all ranks; a collective call."""
         wire = {row.purpose: row.measured_bytes for row in self._engine.traffic()}
         walls, cpus, optimizing, waiting = map(median, zip(*self._times, strict=True))
-        causes = {"compute": walls - optimizing - waiting, "optimizer": optimizing, "wire": waiting}
-        allocated = accelerator.peak_memory(self._device)
-        mine = [self._memory, allocated, wire, walls, cpus, {} if is_accelerator(self._device) else causes]
-        everyone = self._engine.world.agree_on(mine, "measurements of the steps")
-        memory, allocated, wire, _, _, _ = everyone[self.prediction.rank]
-        _, _, _, wall, cpu, causes = max(everyone, key=lambda rank: float(rank[3]))
-        measured = Measured(memory=memory, allocated=allocated, wire=wire, wall=wall, cpu=cpu, causes=causes)
+        names = dict.fromkeys(name for each in self._stalls for name in each)
+        stalls = {name: median(each.get(name, 0.0) for each in self._stalls) for name in names}
+        causes = {"optimizer": optimizing, "wire": waiting, **stalls}
+        causes["compute"] = max(0.0, walls - sum(causes.values()))
+        allocated, ledger = accelerator.peak_memory(self._device), self._engine.ledger
+        mine = [self._memory, allocated, wire, ledger.snapshot("host"), ledger.total("disk")]
+        times = [walls, cpus, {} if is_accelerator(self._device) else causes, stalls]
+        everyone = self._engine.world.agree_on([mine, times], "measurements of the steps")
+        memory, allocated, wire, host, disk = everyone[self.prediction.rank][0]
+        wall, cpu, causes, stalls = max((times for _, times in everyone), key=lambda rank: float(rank[0]))
+        tiers = {"host": host, "disk": disk, "stalls": stalls}
+        measured = Measured(memory=memory, allocated=allocated, wire=wire, wall=wall, cpu=cpu, causes=causes, **tiers)
         return ForecastComparison(self.prediction, measured, self.rates, self.last)
 
     @property
@@ -149,7 +166,9 @@ class Forecast:
         """Track every allocation from now on, on top of all tensors that the engine holds."""
         engine, tracker = self._engine, Tracker()
         memories = [(comm.shared.memory, comm.mesh.ranks) for comm in engine.comms if comm.shared is not None]
-        for tensor in tensors_of([engine, batch]):
+        found = list(reachable([engine, batch]))
+        tracker.off_device = off_device_of(found)
+        for tensor in (each for each in found if isinstance(each, torch.Tensor)):
             sharers = next((ranks for memory, ranks in memories if memory.is_common(tensor)), 1)
             if tensor.untyped_storage().nbytes() > ADDRESSES:
                 tracker.share(tensor, tensor.untyped_storage().nbytes() + 1)
@@ -185,7 +204,7 @@ class ForecastComparison:
     @property
     def warnings(self) -> list[str]:
         """A sentence with the cause for each tolerance that is missed."""
-        return [warning for warning in (self._memory(), self._wire(), self._time()) if warning]
+        return [warning for warning in (self._memory(), self._lower_tiers(), self._wire(), self._time()) if warning]
 
     @property
     def lines(self) -> list[str]:
@@ -193,13 +212,24 @@ class ForecastComparison:
         p, m = self.prediction, self.measured
         sent, found = sum(_compared(p.wire_bytes).values()), sum(_compared(m.wire).values())
         wire = "equal" if _compared(p.wire_bytes) == _compared(m.wire) else f"measured {format_size(found)}"
+        host, stalls = (sum(p.host.values()), sum(m.host.values())), self._stalls
+        lower = [("host", *host), ("disk", p.disk_bytes, m.disk)]
         return [
             f"predicted against measured after {self.steps} steps, rank {p.rank}:",
             f"  memory  predicted {format_size(p.peak_bytes)}, measured {format_size(m.peak_bytes)} "
             f"({_off(m.peak_bytes, p.peak_bytes)})",
+            *(
+                f"  {tier}    predicted {format_size(planned)}, measured {format_size(held)} ({_off(held, planned)})"
+                for tier, planned, held in lower
+                if planned or held
+            ),
             f"  wire    predicted {format_size(sent)} per step, {wire}",
             f"  time    predicted {time_text(p.seconds)} per step, measured {time_text(m.wall)} "
             f"({_off(m.wall, p.seconds)}), CPU time {time_text(m.cpu)}",
+            *(
+                f"  exposed {name}: predicted {time_text(predicted)} per step, measured {time_text(found)}"
+                for name, (predicted, found) in stalls.items()
+            ),
         ]
 
     @property
@@ -208,9 +238,12 @@ class ForecastComparison:
         p, m = self.prediction, self.measured
         rows = [_row("memory", "peak", p.peak_bytes, m.peak_bytes)]
         rows += [_row("memory", name, *pair) for name, pair in _pairs(p.memory, m.memory).items()]
+        rows += [_row("host", name, *pair) for name, pair in _pairs(p.host, m.host).items()]
+        rows += [_row("disk", name, *pair) for name, pair in _pairs({"all": p.disk_bytes}, {"all": m.disk}).items()]
         rows += [_row("wire", name, *pair) for name, pair in _pairs(_compared(p.wire_bytes), _compared(m.wire)).items()]
         rows += [_row("time", "step", p.seconds, m.wall), _row("time", "CPU time", self._busy, m.cpu)]
-        return rows + [_row("time", name, *pair) for name, pair in self._causes.items()]
+        rows += [_row("time", name, *pair) for name, pair in self._causes.items() if name not in STALLS]
+        return rows + [_row("exposed", name, *pair) for name, pair in self._stalls.items()]
 
     def metrics(self) -> dict[str, Any]:
         """The sums, for the lines of the run's metrics."""
@@ -223,12 +256,22 @@ class ForecastComparison:
             "predicted_step_seconds": p.seconds,
             "measured_step_seconds": m.wall,
             "measured_cpu_seconds": m.cpu,
+            "predicted_exposed_seconds": sum(predicted for predicted, _ in self._stalls.values()),
+            "measured_exposed_seconds": sum(found for _, found in self._stalls.values()),
         }
 
     @property
     def _busy(self) -> float:
-        """Predicted seconds in which this process works."""
-        return sum(self.prediction.causes.get(cause, 0.0) for cause in ("compute", "optimizer"))
+        """Predicted seconds in which this process works; on CPUs copies between tiers and host updates are its work."""
+        mine = ("compute", "optimizer", *(STALLS if self.measured.causes else ()))
+        return sum(self.prediction.causes.get(cause, 0.0) for cause in mine)
+
+    @property
+    def _stalls(self) -> dict[str, tuple[float, float]]:
+        """Predicted and measured seconds of waits for what is offloaded; with stages they are not predicted apart."""
+        if "bubble" in self.prediction.causes:
+            return {}
+        return _pairs({name: self.prediction.causes.get(name, 0.0) for name in STALLS}, self.measured.stalls)
 
     @property
     def _causes(self) -> dict[str, tuple[float, float]]:
@@ -248,6 +291,18 @@ class ForecastComparison:
         return (
             f"memory is {_off(m.peak_bytes, p.peak_bytes)} off the prediction, more than {MEMORY_BAR:.0%}; most of it "
             f"is in {name}: predicted {format_size(predicted)}, measured {format_size(measured)}."
+        )
+
+    def _lower_tiers(self) -> str:
+        p, m = self.prediction, self.measured
+        pairs = _pairs({**p.host, "disk": p.disk_bytes}, {**m.host, "disk": m.disk})
+        predicted, found = (sum(each) for each in zip(*pairs.values(), strict=True)) if pairs else (0, 0)
+        if abs(found - predicted) <= MEMORY_BAR * predicted:
+            return ""
+        name, (one, other) = _furthest(pairs)
+        return (
+            f"memory below the device is {_off(found, predicted)} off the prediction, more than {MEMORY_BAR:.0%}; most "
+            f"of it is in {name}: predicted {format_size(one)}, measured {format_size(other)}."
         )
 
     def _wire(self) -> str:
@@ -275,8 +330,35 @@ class ForecastComparison:
         return f"{text} {self.rates}"
 
 
-def tensors_of(roots: list[Any]) -> Iterator[torch.Tensor]:
-    """Every tensor reachable from Python objects, gradients included, but not through classes, modules or globals."""
+def off_device_of(found: Sequence[Any]) -> Callable[[torch.Tensor], bool]:
+    """A test whether a tensor lies in host memory or on a disk, as those do that are reachable from an engine.
+
+    It also holds for states that an optimizer of torch has made itself, which it keeps by parameter, of those there.
+    """
+    tiers = [each for each in found if isinstance(each, TIERS)]
+
+    def elsewhere(tensor: torch.Tensor) -> bool:
+        return any(tier.holds(tensor) for tier in tiers) or tensor.untyped_storage()._cdata in states
+
+    states: set[int] = set()
+    for parameter, state in (pair for each in found if isinstance(each, dict) for pair in [*dict.items(each)]):
+        if isinstance(parameter, torch.Tensor) and isinstance(state, dict) and elsewhere(parameter):
+            made = [value for value in state.values() if isinstance(value, torch.Tensor)]
+            states |= {value.untyped_storage()._cdata for value in made if value.dim()}
+    return elsewhere
+
+
+def stalls_of(exposed: Mapping[str, float]) -> dict[str, float]:
+    """Exposed seconds by the planner's causes."""
+    found: dict[str, float] = {}
+    for cause, seconds in exposed.items():
+        name = CAUSES.get(cause, str(cause))
+        found[name] = found.get(name, 0.0) + seconds
+    return found
+
+
+def reachable(roots: list[Any]) -> Iterator[Any]:
+    """All that is reachable from Python objects, gradients included, but not through classes, modules or globals."""
     seen: dict[int, Any] = {}
     stack = list(roots)
     while stack:
@@ -284,10 +366,9 @@ def tensors_of(roots: list[Any]) -> Iterator[torch.Tensor]:
         if id(thing) in seen or isinstance(thing, NO_PART):
             continue
         seen[id(thing)] = thing
-        if isinstance(thing, torch.Tensor):
-            yield thing
-            if thing.is_leaf and thing.grad is not None:
-                stack.append(thing.grad)
+        yield thing
+        if isinstance(thing, torch.Tensor) and thing.is_leaf and thing.grad is not None:
+            stack.append(thing.grad)
         if isinstance(thing, FunctionType):
             stack += [thing.__closure__, thing.__defaults__]
         else:

@@ -134,7 +134,19 @@ def _kept(config: TrainConfig, mesh: Mesh) -> tuple[Path, Plan] | None:
 
 def _prediction(found: Mapping[str, Any]) -> Prediction:
     """The prediction that `Prediction.as_dict` stored."""
-    names = ("batch", "ranks", "rank", "mode", "time_mode", "memory", "capacity_bytes", "margin", "host_bytes")
+    names = (
+        "batch",
+        "ranks",
+        "rank",
+        "mode",
+        "time_mode",
+        "memory",
+        "capacity_bytes",
+        "margin",
+        "host_bytes",
+        "host",
+        "disk_bytes",
+    )
     values = {name: found[name] for name in (*names, "wire_bytes", "causes", "tokens")}
     texts = {"notes": tuple(found["notes"]), "owners": found["owners"]}
     return Prediction(plan=Plan.from_dict(found["plan"]), **values, **texts)

@@ -61,6 +61,7 @@ class Tracker(DispatchMode):
         current: bytes alive now.
         peaks: by phase, so far.
         phase: called for the name of the present phase.
+        off_device: tells whether a storage that is new to the tracker, of a tensor, is not on the device.
         note: called for a snapshot at each new peak.
     """
 
@@ -75,6 +76,7 @@ class Tracker(DispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.note: Callable[[], dict[str, int]] = dict
         self.phase: Callable[[], str] = str
+        self.off_device: Callable[[torch.Tensor], bool] = lambda tensor: False
         self._listener, self._answers, self._rounds = listener, answers, rounds
         self._results, self._beside = results, beside
         self._list: Callable[[], None] | None = None
@@ -117,8 +119,8 @@ class Tracker(DispatchMode):
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if on_host and key not in self._alive:
-            self._shared[key] = 0
+        if key not in self._alive and (on_host or self.off_device(tensor)):
+            self._shared[key], self._has_host_tensors = 0, True
         ranks = self._shared.get(key, 1)
         nbytes = self._round(storage.nbytes() // ranks) if ranks else 0
         entry = self._alive.get(key)

@@ -189,6 +189,7 @@ def rehearse(
             shares=plan.transport != "network",
             values=values,
             measured=timed,
+            apart=timed & (not plan.pipelined),  # with stages they are part of the actions' times
             clock=clock,
             wire_seconds=rates.wire,
             link_of=rates.link,
