@@ -63,10 +63,10 @@ def test_sentences_about_sequences() -> None:
 
 
 def test_the_table() -> None:
-    model = family("falcon", alibi=True)
+    model = family("falcon")
     out = io.StringIO()
     Console(file=out, width=120).print(layers_table(explain(model, find(model, 2, TensorParallel(2)), 2), 2))
     lines = " ".join(out.getvalue().split())
     assert "Layers on 2 ranks of tensor parallelism" in lines
-    assert "FalconLinear whole" in lines and "takes alibi from outside" in lines
+    assert "FalconLinear column" in lines and "LayerNorm whole" in lines
     assert "64 of 128" in lines and "2x" in lines

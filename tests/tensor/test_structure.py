@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations
 
 from zeroshard.errors import PlanError
 from zeroshard.tensor.find_layers import find
-from zeroshard.tensor.found import FoundLayer, FoundLayers, Style, check_splits
+from zeroshard.tensor.found import FoundLayer, FoundLayers, Segment, Style, check_splits
 from zeroshard.tensor.layout import every
 from zeroshard.tensor.policy import TensorParallel
 
@@ -152,10 +152,11 @@ def test_another_order_stays_whole() -> None:
         check_splits(found, "Stack", 2)
 
 
-def test_heads_of_a_width_that_is_read_off_the_input_stay_whole() -> None:
+def test_heads_of_a_width_that_is_read_off_the_input() -> None:
+    """Their module gets a view of as many features as a rank's heads have."""
     found, layers = found_in(Stack(Nano))
-    assert not found.splits
-    assert "attention of Nano: its forward fails on the features of one rank" in layers["blocks.*.inner.c_attn"].reason
+    assert shapes(layers["blocks.*.inner.c_attn"]) == ("column", [(16, 2)] * 3)
+    assert all(each.narrow and each.sizes == {"n_head": 2, "n_embd": 8} for each in found.attentions)
 
 
 def test_a_width_that_means_all_heads_is_found_by_trial() -> None:
@@ -177,9 +178,11 @@ class OverHeads(nn.Module):
         return normed.view(x.shape)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("weights", [True, False])
-def test_a_norm_over_all_heads_keeps_attention_whole(weights: bool) -> None:
-    found, layers = found_in(Stack(lambda: Separate(qk_norm=lambda: OverHeads(weights))))
+def test_a_norm_over_all_heads_gathers_their_features() -> None:
+    found, layers = found_in(Stack(lambda: Separate(qk_norm=lambda: OverHeads(True))))
+    norm = layers["blocks.*.inner.norm.norm"]
+    assert norm.gathers and norm.partial and norm.segments == (Segment(24, 2),) and found.splits
+    found, layers = found_in(Stack(lambda: Separate(qk_norm=lambda: OverHeads(False))))
     assert not found.splits and "attention of Separate" in layers["blocks.*.inner.wq"].reason
 
 
@@ -419,7 +422,7 @@ def test_attention_that_is_whole_needs_whole_sequences() -> None:
     class Both(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.split, self.whole = Separate(), Nano()
+            self.split, self.whole = Separate(), Fused("features")
 
         def forward(self, x: Tensor) -> Tensor:
             return self.split(x) + self.whole(x)  # type: ignore[no-any-return]

@@ -14,7 +14,8 @@ from torch import nn
 from zeroshard.errors import ModelError
 from zeroshard.parts.place import Partial, Split
 from zeroshard.tensor.collectives import CopyIn, CutRows, Gathered, JoinRows, Summed, SumOut
-from zeroshard.tensor.overlap import AwaitedInput
+from zeroshard.tensor.heads import GatheredFeatures, SharedFeatures
+from zeroshard.tensor.overlap import AwaitedInput, is_column_product
 from zeroshard.tensor.zones import Zone, Zones
 from zeroshard.units.hooks import Hook
 from zeroshard.units.tensors import tensors_in
@@ -27,6 +28,8 @@ BEFORE: dict[Any, Callable[[Any], Zone]] = {
     Gathered: lambda node: Zone.SEQUENCE,
     AwaitedInput: lambda node: Zone.WHOLE if node.input.rows is None else Zone.SEQUENCE,
     JoinRows: lambda node: Zone.SEQUENCE,
+    SharedFeatures: lambda node: Zone.WHOLE,
+    GatheredFeatures: lambda node: Zone.COLUMNS,
     CutRows: lambda node: Zone.WHOLE,
 }
 
@@ -43,7 +46,9 @@ class GradientCheck:
         self._hook = block.register_forward_hook(Hook(self._check), with_kwargs=True)
 
     def _check(self, block: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        first = next(iter(tensors_in(output)), None)  # what else a block returns may lie among the ranks as it likes
+        first = output[0] if isinstance(output, tuple) and output else output
+        if not isinstance(first, torch.Tensor):
+            first = next(iter(tensors_in(output)), None)  # what else it returns may lie among the ranks as it likes
         ends = [] if first is None or first.grad_fn is None else [first.grad_fn]
         if not torch.is_grad_enabled() or not ends:
             return
@@ -82,10 +87,11 @@ def zones_of_leaves(ends: list[Any], around: Zone, entered: set[Any], name: str)
     while stack:
         node, zone = stack.pop()
         if node in zones:
-            if zones[node] is not zone:
+            if zones[node] is not zone and not _is_shared(node):
                 raise ModelError(_mixed(name, node, zones[node], zone))
             continue
         zones[node] = zone
+        _check_columns(name, node, zone)
         if hasattr(node, "variable"):
             leaves[node.variable] = zone
             continue
@@ -93,6 +99,27 @@ def zones_of_leaves(ends: list[Any], around: Zone, entered: set[Any], name: str)
         inside = zone if before is None else before(node)
         stack += [(each, inside) for each, _ in node.next_functions if each is not None and each not in entered]
     return leaves
+
+
+def _check_columns(name: str, node: Any, zone: Zone) -> None:
+    """Refuse features of one rank that are used as if they were of all ranks.
+
+    Raises:
+        ModelError: they are.
+    """
+    if zone is not Zone.COLUMNS and is_column_product(node):
+        raise ModelError(
+            f"{name!r} uses features or heads of one rank, which a column-parallel layer of another block made, in "
+            f"layers that are whole, so that its result would be wrong. Leave the layers that make them whole, too: "
+            f"TensorParallel(..., layers={{...: 'whole'}})."
+        )
+
+
+def _is_shared(node: Any) -> bool:
+    """Whether a result comes, past views of it alone, from features that all heads read."""
+    before = [each for each, _ in node.next_functions if each is not None]
+    kind = getattr(node, "_forward_cls", None)
+    return kind is SharedFeatures or (kind is None and len(before) == 1 and _is_shared(before[0]))
 
 
 def _mixed(name: str, node: Any, one: Zone, other: Zone) -> str:

@@ -6,7 +6,7 @@ says; else what its structure suggests. A group is split only if its forward agr
 certain stays whole, with a reason.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import nn
 
 from zeroshard.errors import PlanError
 from zeroshard.parts.technique import CUT
+from zeroshard.tensor import model_trial
 from zeroshard.tensor.attention import KNOWN_ORDERS, attention_layouts
 from zeroshard.tensor.divisible import DoesNotDivide, refusal
 from zeroshard.tensor.feed_forward import IN_PARTS, feed_forward_layouts
@@ -21,10 +22,12 @@ from zeroshard.tensor.find_stacks import stacks_of, why_whole_sequences
 from zeroshard.tensor.find_vocabulary import find_vocabulary, known_vocabulary
 from zeroshard.tensor.found import AttentionSizes, FoundLayer, FoundLayers, Style
 from zeroshard.tensor.groups import Group, Source, is_attention, own_groups, planned_groups
+from zeroshard.tensor.heads import head_dimension
 from zeroshard.tensor.layer_plans import PlannedLayer, model_layers, user_layers
 from zeroshard.tensor.layout import CannotSplit, SplitLayout
 from zeroshard.tensor.linear import class_path, linear_features, why_no_linear
 from zeroshard.tensor.policy import TensorParallel
+from zeroshard.tensor.small_run import Calls, likeness
 from zeroshard.tensor.trial import Trial, TrialVerdict
 
 MODELS = "transformers.models."
@@ -44,7 +47,6 @@ WHOLE: tuple[tuple[type[nn.Module], str], ...] = (  # with all that is in them
     (nn.TransformerDecoderLayer, "it holds nn.MultiheadAttention, and reads weights of its layers itself"),
     (nn.RNNBase, "a recurrent layer has no order in which its features could be split"),
 )
-OF_LAYERS = ("layer_idx", "layer_id", "layer_number", "layer_index")  # attributes in which equal layers differ
 
 
 def find(model: nn.Module, ranks: int, policy: TensorParallel) -> FoundLayers:
@@ -56,14 +58,40 @@ def find(model: nn.Module, ranks: int, policy: TensorParallel) -> FoundLayers:
         PlanError: heads or features that the ranks do not divide; patterns of the user that match nothing, contradict
             each other or do not fit.
     """
-    return _Search(model, ranks, policy).found() if ranks > 1 else FoundLayers()
+    if ranks == 1:
+        return FoundLayers()
+    calls = Calls(model)
+    found = _Search(model, ranks, policy, calls, {}).found()
+    differing = model_trial.differing(model, found, ranks)
+    if differing:
+        reason = f"in small, split and whole, the model differs in {differing}"
+        found = _Search(model, ranks, policy, calls, dict.fromkeys(_holders(found), reason)).found()
+        if differing := model_trial.differing(model, found, ranks):
+            raise PlanError(
+                f"tensor_parallel={ranks} splits layers of {type(model).__name__} that do not work apart: in small, "
+                f"split and whole, the model differs in {differing}. Leave the layers around it whole: "
+                f"TensorParallel({ranks}, layers={{path: 'whole'}})."
+            )
+    return found
+
+
+def _holders(found: FoundLayers) -> set[str]:
+    """The modules that hold split layers with heads."""
+    heads = (layer for layer in found.layers if layer.style is Style.COLUMN and layer.head_size)
+    return {layer.name.rpartition(".")[0] for layer in heads}
 
 
 class _Search:
-    """The search in one model."""
+    """The search in one model.
 
-    def __init__(self, model: nn.Module, ranks: int, policy: TensorParallel) -> None:
-        self._model, self._ranks, self._policy = model, ranks, policy
+    Args:
+        kept: modules whose layers stay whole, with the reason.
+    """
+
+    def __init__(
+        self, model: nn.Module, ranks: int, policy: TensorParallel, calls: Calls, kept: Mapping[str, str]
+    ) -> None:
+        self._model, self._ranks, self._policy, self._calls, self._kept = model, ranks, policy, calls, kept
         self._modules = dict(model.named_modules())
         self._layers: dict[str, FoundLayer] = {}
         self._reasons: dict[str, str] = {}
@@ -92,7 +120,10 @@ class _Search:
         stacks = list(stacks_of(self._modules, layers))
         whole: list[tuple[str, str]] = []
         if self._policy.sequence:
-            why = {path: why_whole_sequences(self._modules, path, b, layers, self._attentions) for path, b in stacks}
+            why = {
+                path: why_whole_sequences(self._modules, path, b, layers, self._attentions, self._calls)
+                for path, b in stacks
+            }
             whole = [(path, reason) for path, reason in why.items() if reason]
             stacks = [(path, blocks) for path, blocks in stacks if not why[path]]
         blocks = tuple(tuple(blocks) for _, blocks in stacks)
@@ -145,17 +176,22 @@ class _Search:
         """
         holder = self._modules[group.holder]
         attention = is_attention(holder, group.columns)
-        layouts = (attention_layouts if attention else feed_forward_layouts)(
-            self._modules, group.columns, group.row, self._ranks
-        )
+        layouts: Iterator[SplitLayout]
+        if attention:
+            given = self._calls.of(group.holder)
+            layouts = attention_layouts(self._modules, group.columns, group.row, self._ranks, given)
+        else:
+            layouts = feed_forward_layouts(self._modules, group.columns, group.row, self._ranks)
         reason = ""
         try:
+            if group.holder in self._kept:
+                raise CannotSplit(self._kept[group.holder])
             for layout in layouts:
                 verdict = self._try(group, layout)
                 if verdict.agrees:
                     self._accept(group, layout, verdict.partial, "")
                     return
-                if not verdict.ran and self._trusts(group, layout):
+                if not verdict.ran and not layout.adapted and self._trusts(group, layout):
                     self._accept(group, layout, layout.partial, f"; not tried: {verdict.reason}")
                     return
                 reason = reason or verdict.reason
@@ -187,6 +223,8 @@ class _Search:
     def _try(self, group: Group, layout: SplitLayout) -> TrialVerdict:
         if group.certain:
             return TrialVerdict(True, True)
+        if layout.reuses:  # a trial of the whole model shows more
+            return TrialVerdict(True, True, partial=layout.partial)
         around = group.around
         module = self._modules[around]
 
@@ -201,8 +239,12 @@ class _Search:
             layout.segments[group.row],
             {inner(path): sizes for path, sizes in layout.sizes.items()},
             layout.head_size,
+            self._calls.of(around),
+            _attention_of(group.holder, inner(group.holder), layout) if layout.number else None,
+            [replace(layer, name=inner(layer.name)) for layer in _beside(layout, ())],
         )
-        key = (_likeness(module), tuple(trial.columns.items()), trial.row, str(trial.sizes))
+        adapted = (layout.arguments, layout.narrow, tuple(layout.shared.items()))
+        key = (likeness(module), tuple(trial.columns.items()), trial.row, str(trial.sizes), adapted)
         if key not in self._verdicts:
             self._verdicts[key] = trial.run(self._ranks)
         verdict = self._verdicts[key]
@@ -215,12 +257,15 @@ class _Search:
             segments, size = layout.segments[path], layout.head_size
             self._layers[path] = FoundLayer(path, style, segments, reason, columns=columns, head_size=size)
         for path, segments in layout.heads.items():
-            reason = f"a column for each head, {segments[0].size // self._ranks} of {segments[0].size}"
+            what = "column" if head_dimension(self._modules[path]) else "row"
+            reason = f"a {what} for each head, {segments[0].size // self._ranks} of {segments[0].size}"
             self._layers[path] = FoundLayer(path, Style.HEADS, segments, reason)
-        for path in partial:
+        for layer in _beside(layout, partial):
+            self._layers[layer.name] = layer
+        for path in (path for path in partial if path not in layout.gathers):
             reason = "works on the features of its rank alone: its gradient is summed over the ranks"
             self._layers[path] = FoundLayer(path, Style.WHOLE, (), reason, partial=True)
-        self._attentions += [AttentionSizes(path, sizes) for path, sizes in layout.sizes.items()]
+        self._attentions += [_attention_of(path, path, layout) for path in layout.sizes]
 
     def _in_blocks(self, path: str) -> bool:
         parts = path.split(".")
@@ -260,14 +305,26 @@ def _own(module: nn.Module) -> list[nn.Parameter]:
     return list(module.parameters(recurse=False))
 
 
-def _likeness(module: nn.Module) -> tuple[Any, ...]:
-    """What modules have in common whose forwards do the same."""
-    kinds = []
-    for path, inner in module.named_modules():
-        shapes = tuple((name, tuple(p.shape)) for name, p in inner.named_parameters(recurse=False))
-        plain = {k: v for k, v in vars(inner).items() if isinstance(v, (int, float, str)) and k not in OF_LAYERS}
-        kinds.append((path, type(inner), shapes, tuple(plain.items())))
-    return tuple(kinds)
+def _attention_of(path: str, name: str, layout: SplitLayout) -> AttentionSizes:
+    """What a layout says of the module at `path`, under a name; what is beside sizes is of the first of its modules."""
+    first = path == next(iter(layout.sizes))
+    arguments, narrow = (layout.arguments, layout.narrow) if first else ((), False)
+    return AttentionSizes(name, layout.sizes[path], layout.number, arguments, narrow, layout.reuses)
+
+
+def _beside(layout: SplitLayout, partial: Sequence[str]) -> Iterator[FoundLayer]:
+    """Whole layers that need more than sizes.
+
+    Args:
+        partial: of the norms, those that work on features of a rank; all, where none is given.
+    """
+    for path, segments in layout.gathers.items():
+        if path in partial or not partial:
+            reason = "a norm over the features of all heads, which are gathered before it"
+            yield FoundLayer(path, Style.WHOLE, segments, reason, partial=True, gathers=True)
+    for path, features in layout.shared.items():
+        reason = f"its last {features} features are for all heads: their gradients are summed over the ranks"
+        yield FoundLayer(path, Style.WHOLE, (), reason, shared=features)
 
 
 def _check_shared(layers: Mapping[str, FoundLayer], modules: Mapping[str, nn.Module]) -> None:

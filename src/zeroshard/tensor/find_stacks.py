@@ -2,9 +2,10 @@
 
 [Note: Positions apart]
 Between split layers, sequence parallelism gives each rank some positions. That is right where a block treats every
-position alike and alone, apart from its attention. Blocks of transformers all of whose linear layers are split are
-known to. Of another block a copy is tried, with stand-ins for attention and linear layers that cost nothing: a change
-of one position must change that position alone, and other places for all positions must give them other places.
+position alike and alone, apart from its attention; so must blocks without split layers that stand between others.
+Blocks of transformers all of whose linear layers are split are known to. Of another block a copy is tried, with
+stand-ins for attention and linear layers that cost nothing: a change of one position must change that position alone,
+and other places for all positions must give them other places.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,15 +15,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeroshard.errors import ModelError
 from zeroshard.tensor.found import AttentionSizes, FoundLayer, Style
 from zeroshard.tensor.linear import linear_features
-from zeroshard.tensor.trial import TrialWeights, alike, apart, by_position, call, copy_of, first_tensor, in_short
+from zeroshard.tensor.sequence import activation_in, with_activation
+from zeroshard.tensor.small_run import Calls
+from zeroshard.tensor.trial import (
+    TrialWeights,
+    alike,
+    apart,
+    by_position,
+    call,
+    copy_of,
+    first_tensor,
+    in_short,
+    taken,
+)
 
 KNOWN = ("transformers.models.", "zeroshard.train.gpt")  # whose blocks mix positions in attention alone
 MIXING_NORMS = ("BatchNorm", "GroupNorm", "InstanceNorm")
 POSITIONS, MOST_VALUES = 4, 3
 TOLERANCE = 1e-5
 Found = Mapping[str, FoundLayer]
+Call = tuple[Any, Any]
 
 
 def stacks_of(modules: Mapping[str, nn.Module], found: Found) -> Iterator[tuple[str, list[str]]]:
@@ -45,7 +60,7 @@ def stacks_of(modules: Mapping[str, nn.Module], found: Found) -> Iterator[tuple[
 
 def why_whole_sequences(
     modules: Mapping[str, nn.Module], path: str, blocks: Sequence[str], found: Found,
-    attentions: Sequence[AttentionSizes],
+    attentions: Sequence[AttentionSizes], calls: Calls,
 ) -> str:  # fmt: skip
     """Why the blocks of a stack, the list at `path`, cannot work on parts of sequences; "" if they can."""
     names = [attention.name for attention in attentions]
@@ -55,16 +70,20 @@ def why_whole_sequences(
     if not any(name.startswith(f"{block}.") for block in blocks for name in names):
         return "no attention in it is split, so that its input need not be [B, T, D]"
     seen: dict[Any, str] = {}
-    for block in blocks:
-        key = tuple((path, type(module)) for path, module in modules[block].named_modules())
+    children = [f"{path}.{name}".strip(".") for name, _ in modules[path].named_children()]
+    for block in children[children.index(blocks[0]) : children.index(blocks[-1]) + 1]:
+        styles = (found[f"{block}.{p}".strip(".")].style for p, m in modules[block].named_modules() if _own(m))
+        key = (tuple((path, type(module)) for path, module in modules[block].named_modules()), tuple(styles))
         if key not in seen:
-            seen[key] = _why(modules, block, found, names)
+            seen[key] = _why(modules, block, found, names, calls.of(block))
         if seen[key]:
             return f"{block}: {seen[key]}"
     return ""
 
 
-def _why(modules: Mapping[str, nn.Module], block: str, found: Found, attentions: Sequence[str]) -> str:
+def _why(
+    modules: Mapping[str, nn.Module], block: str, found: Found, attentions: Sequence[str], given: Call | None
+) -> str:
     whole_linear = False
     for inner, module in modules[block].named_modules():
         path = f"{block}.{inner}".strip(".")
@@ -78,31 +97,41 @@ def _why(modules: Mapping[str, nn.Module], block: str, found: Found, attentions:
         is_norm = kind.endswith("Norm") and not kind.startswith(MIXING_NORMS)
         if not is_norm and linear_features(module) is None:
             return f"{inner or 'it'} ({kind}) may mix positions, and is whole"
+    rows = [path for path, layer in found.items() if layer.style is Style.ROW and path.startswith(f"{block}.")]
     known = type(modules[block]).__module__.startswith(KNOWN)
-    if known and not whole_linear:
+    if known and not whole_linear and rows:
         return ""
     own = [name.removeprefix(f"{block}.") for name in attentions if name.startswith(f"{block}.")]
-    return _tried(modules[block], block, own, found)
+    return _tried(modules[block], block, own, found, given)
 
 
-def _tried(block: nn.Module, name: str, attentions: Sequence[str], found: Found) -> str:
-    """Try a copy of a block on some positions."""
+def _tried(block: nn.Module, name: str, attentions: Sequence[str], found: Found, given: Call | None) -> str:
+    """Try a copy of a block on some positions, with the arguments that its model gives, where they are known."""
+    features = [each for each in map(linear_features, block.modules()) if each is not None]
     rows = [path for path, layer in found.items() if layer.style is Style.ROW and path.startswith(f"{name}.")]
-    columns = [linear_features(block.get_submodule(path.removeprefix(f"{name}."))) for path in found[rows[0]].columns]
-    width = next(features.inputs for features in columns if features is not None)
+    if rows:
+        of_row = (block.get_submodule(path.removeprefix(f"{name}.")) for path in found[rows[0]].columns)
+        features = [each for each in map(linear_features, of_row) if each is not None]
+    width = features[0].inputs if features else 1
     with apart():
         weights, problem = TrialWeights(), ""
-        x = weights.drawn("x", (1, POSITIONS, width))
+        try:
+            x = weights.drawn("x", (1, POSITIONS, width)) if given is None else activation_in(*given, name)
+        except ModelError:
+            return "it gets no activation [B, T, D]"
+        if x.dim() != 3:
+            return f"it gets an activation of {x.dim()} dimensions"
         for more in range(MOST_VALUES):
             copy = _copy(block, attentions, weights, more)
-            run = partial(_run, copy, weights)
+            run = partial(_run, copy, weights, given)
             try:
                 y = run(x)
             except Exception as error:
                 problem = problem or f"its forward cannot be tried ({in_short(error)})"
                 continue
-            changed, order, others = x.clone(), torch.tensor([2, 0, 3, 1]), [0, 2, 3]
-            changed[:, 1] = weights.drawn("change", (width,))
+            order = torch.tensor([2, 0, 3, 1, *range(4, x.shape[1])])
+            changed, others = x.clone(), [n for n in range(x.shape[1]) if n != 1]
+            changed[:, 1] = weights.drawn("change", (x.shape[2],))
             if y.shape[:2] != x.shape[:2] or not alike(run(changed)[:, others], y[:, others], TOLERANCE):
                 return "it mixes positions outside of attention"
             return "" if alike(run(x[:, order]), y[:, order], TOLERANCE) else "it does not treat all positions alike"
@@ -126,5 +155,12 @@ def _copy(block: nn.Module, attentions: Sequence[str], weights: TrialWeights, mo
     return copy
 
 
-def _run(copy: nn.Module, weights: TrialWeights, x: Tensor) -> Tensor:
-    return first_tensor(call(copy, x, 0, weights))
+def _run(copy: nn.Module, weights: TrialWeights, given: Call | None, x: Tensor) -> Tensor:
+    if given is None:
+        return first_tensor(call(copy, x, 0, weights))
+    args, kwargs = with_activation(*taken(*given), x.clone())
+    return first_tensor(copy(*args, **kwargs))
+
+
+def _own(module: nn.Module) -> bool:
+    return next(module.parameters(recurse=False), None) is not None

@@ -85,6 +85,9 @@ class FoundLayer:
             gradient even without sequence parallelism (norms of queries and keys).
         columns: of a row-parallel layer, the column-parallel ones whose output it reads.
         head_size: of a layer of attention, the features of a head; 0 of others.
+        gathers: whether it is a norm over the features of all heads, which are gathered before it; `segments` are those
+            that a rank keeps.
+        shared: the last features of its output that all heads read, so that their gradients are summed over the ranks.
     """
 
     name: str
@@ -94,6 +97,29 @@ class FoundLayer:
     partial: bool = False
     columns: tuple[str, ...] = ()
     head_size: int = 0
+    gathers: bool = False
+    shared: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class HeadArgument:
+    """An argument of an attention module that is made for all heads.
+
+    Attributes:
+        key: its name, or its number among those without a name.
+        dimension: 1 for [B, H, ...], 0 for [H, ...] and [B·H, ...].
+        rows: whether dimension 0 has those of all rows.
+    """
+
+    key: str | int
+    dimension: int
+    rows: bool = False
+
+    def heads_of(self, shape: Sequence[int], rows: int) -> int:
+        """The heads that a tensor has, for a batch of so many rows; 0 if it is of another kind."""
+        if len(shape) != (4 if self.dimension else 3):
+            return 0
+        return shape[1] if self.dimension else shape[0] // (rows if self.rows else 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +130,18 @@ class AttentionSizes:
         name: its path; the module that holds the column-parallel layers, or one inside of it.
         sizes: attributes to set on it, so that its own forward computes the heads of one rank: numbers of heads and of
             their features, and its configuration with such numbers where the forward reads that.
+        heads: of all ranks.
+        arguments: those of which a rank reads its heads' part.
+        narrow: whether its forward reads the features of a rank's heads off the width of its input.
+        reuses: whether it reads keys and values that another module has made.
     """
 
     name: str
     sizes: Mapping[str, Any]
+    heads: int = 0
+    arguments: tuple[HeadArgument, ...] = ()
+    narrow: bool = False
+    reuses: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +166,12 @@ class FoundLayers:
     def splits(self) -> bool:
         """Whether anything is split."""
         return any(layer.style is not Style.WHOLE for layer in self.layers)
+
+    @property
+    def adapted(self) -> bool:
+        """Whether a trial of the whole model must show that it is right: modules need more than sizes."""
+        of_layers = any(layer.gathers or layer.shared for layer in self.layers)
+        return of_layers or any(each.arguments or each.narrow or each.reuses for each in self.attentions)
 
 
 def check_splits(found: FoundLayers, model: str, ranks: int) -> None:

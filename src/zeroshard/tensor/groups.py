@@ -138,7 +138,8 @@ def _attention(modules: Mapping[str, nn.Module], name: str) -> list[tuple[list[s
         for names in (attention.QUERY, attention.KEY, attention.VALUE, attention.FUSED, attention.OUTPUT)
     )
     apart = bool(query and key and value)
-    if not apart and not fused:
+    alone = bool(query and output and attention.has_heads(modules[name])) and not (key or value)
+    if not apart and not fused and not alone:
         return []
     columns = [n for n in ((query, key, value) if apart else (query, fused)) if n]
     rows = [f"{name}.{output}"] if output else [*_inside(modules, name), *_beside(modules, name, linears[columns[0]])]

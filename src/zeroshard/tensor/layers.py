@@ -71,6 +71,10 @@ class Entrance:
         gathered: Tensor = GatheredRows.apply(x, self._ranks, *rows, self._label)  # type: ignore[no-untyped-call]
         return gathered
 
+    def stand(self, view: Tensor, x: Tensor) -> None:
+        """Let layers that get `view` read x."""
+        self._known.append((weakref.ref(view), self.of(x)))
+
     def close(self) -> None:
         """The row-parallel layer behind them is reached."""
         for _, known in self._known:

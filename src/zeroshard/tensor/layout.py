@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from zeroshard.tensor.found import Segment
+from zeroshard.tensor.found import HeadArgument, Segment
 
 
 class CannotSplit(Exception):
@@ -24,6 +24,12 @@ class SplitLayout:
         reasons: what each layer holds, by path.
         head_size: features of a head; 0 without heads.
         certain: whether the order of features is known, and not only supposed.
+        number: of heads; 0 without.
+        arguments: of the attention module, which are made for all heads.
+        narrow: whether its forward reads the features of its heads off its input.
+        gathers: norms over the features of all heads, by path, with the segments that a rank keeps.
+        shared: whole layers, by path, with how many of their last features all heads read.
+        reuses: whether keys and values come from elsewhere, so that a trial of the module alone shows nothing.
     """
 
     segments: Mapping[str, tuple[Segment, ...]]
@@ -34,6 +40,17 @@ class SplitLayout:
     reasons: Mapping[str, str] = field(default_factory=dict)
     head_size: int = 0
     certain: bool = True
+    number: int = 0
+    arguments: tuple[HeadArgument, ...] = ()
+    narrow: bool = False
+    gathers: Mapping[str, tuple[Segment, ...]] = field(default_factory=dict)
+    shared: Mapping[str, int] = field(default_factory=dict)
+    reuses: bool = False
+
+    @property
+    def adapted(self) -> bool:
+        """Whether modules need more than sizes, so that a trial must show that it is right."""
+        return bool(self.arguments or self.narrow or self.gathers or self.shared)
 
 
 def last_part(path: str) -> str:

@@ -147,6 +147,11 @@ def column_product(input: Input, module: nn.Module) -> Tensor:
     return product
 
 
+def is_column_product(node: Any) -> bool:
+    """Whether a node of autograd's graph made the output of a column-parallel layer."""
+    return getattr(node, "_forward_cls", None) is _Product
+
+
 class AwaitedInput(torch.autograd.Function):
     """The input before all else; in the backward, what its sum brings."""
 

@@ -29,6 +29,7 @@ from zeroshard.tensor.found import (
     pieces_of,
     refuse_copies,
 )
+from zeroshard.tensor.heads import RankBorders, fit_attention, fit_layer, head_dimension
 from zeroshard.tensor.layers import ColumnForward, Entrance, RowForward
 from zeroshard.tensor.linear import linear_features
 from zeroshard.tensor.overlap import Parameters
@@ -93,6 +94,7 @@ class TensorTechnique:
                 SequenceBlocks(model, [(name, modules[name]) for name in stack], ranks, self.zones)
             for holder in forwards.opened:
                 open_attention(modules[holder], holder, forwards.entrances[holder], self.zones)
+        forwards.adapt()
         self._plan_messages(model, modules, forwards, ranks)
         model.register_forward_pre_hook(Hook(lambda *_: self.zones.reset()), prepend=True)
         named = {name: places[p] for name, p in model.named_parameters(remove_duplicate=False) if p in places}
@@ -105,7 +107,7 @@ class TensorTechnique:
     ) -> None:
         """Let blocks enter the formulas of what they send, where there are some."""
         assert self.found is not None
-        pairs = pairs_of(self.found, modules, ranks.size)
+        pairs = None if self.found.adapted else pairs_of(self.found, modules, ranks.size)
         if pairs and forwards.overlap and all(p.requires_grad for p in model.parameters()):
             PlannedMessages(pairs, modules, ranks, self.zones)
 
@@ -207,7 +209,7 @@ def dimension_of(layer: FoundLayer, module: nn.Module, name: str) -> int | None:
         case Style.COLUMN:
             return 0 if name == "bias" else output_dimension(module)
         case Style.HEADS:
-            return 1
+            return head_dimension(module)
         case _:
             return 0
 
@@ -257,6 +259,16 @@ class _Forwards:
                 split_embedding(module, self._ranks, *self._vocabulary(layer), layer.name)
             elif layer.style is Style.OUTPUT:
                 split_output(self._model, module, self._ranks, *self._vocabulary(layer), layer.name)
+
+    def adapt(self) -> None:
+        """Give modules beside the heads of this rank what they need besides sizes."""
+        borders, ranks, rank = RankBorders(self._ranks), self._ranks.size, self._ranks.rank
+        for layer in self._found.layers:
+            fit_layer(self._modules[layer.name], layer, borders, ranks, rank)
+        for attention in self._found.attentions:
+            if attention.arguments or attention.narrow:
+                entrance = self.entrances[attention.name]
+                fit_attention(self._modules[attention.name], attention, borders, ranks, rank, entrance)
 
     def _vocabulary(self, layer: FoundLayer) -> tuple[int, int, int]:
         """This rank's rows [start, stop) of a vocabulary, and the size of all."""

@@ -13,9 +13,10 @@ row-parallel one work on the features of their rank alone, so that each rank has
 No value of the model is read, so that a trial gives the same verdict on the meta device and in rehearsals.
 """
 
+import copy
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,11 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from zeroshard.parts.place import Piece
 from zeroshard.parts.technique import CUT
-from zeroshard.tensor.found import Segment, pieces_of
+from zeroshard.tensor.found import AttentionSizes, FoundLayer, Segment, pieces_of
+from zeroshard.tensor.heads import fit_attention, fit_layer, head_dimension
 from zeroshard.tensor.linear import linear_features
 
 READ, BATCH, POSITIONS = 8, 2, 3  # input features that stand-ins of column-parallel layers read; shape of the input
@@ -36,6 +38,10 @@ TOLERANCE = 1e-3  # relative; features in a wrong order differ by as much as the
 MASKS = ("attention_mask", "mask", "causal_mask", "attn_mask")
 OUTSIDE = ("key_value_states", "encoder_hidden_states", "memory", "context", "encoder_states")
 LIKE_INPUT = ("input_tensor", "residual")
+
+
+class _Mixed(Exception):
+    """A module whose gradients would be whole in part, and parts of sums in part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +73,9 @@ class Trial:
         row_segments: of its input.
         sizes: attributes to set, by path.
         head_size: features of a head, for rotary positions; 0 without heads.
+        given: arguments with which its model calls the module; None where they are not known.
+        attention: what the attention module needs besides.
+        layers: modules inside that need more than sizes.
     """
 
     module: nn.Module
@@ -76,6 +85,9 @@ class Trial:
     row_segments: tuple[Segment, ...]
     sizes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     head_size: int = 0
+    given: tuple[Any, Any] | None = None
+    attention: AttentionSizes | None = None
+    layers: Sequence[FoundLayer] = ()
 
     def run(self, ranks: int) -> TrialVerdict:
         """Try the first, the second and the last rank of so many."""
@@ -84,10 +96,12 @@ class Trial:
         if sum(p.numel() for module in others for p in module.parameters(recurse=False)) > MOST:
             return TrialVerdict(False, False, f"{type(self.module).__name__} is too large to be tried")
         with apart():
-            weights = TrialWeights()
+            weights, borders = TrialWeights(), _Borders()
             x = weights.drawn("x", (BATCH, POSITIONS, width))
             try:
-                whole, total, partial = self._compute(weights, x, {}, {})
+                whole, total, partial = self._compute(weights, x, {}, {}, borders, None, ranks)
+            except _Mixed as error:
+                return TrialVerdict(True, False, str(error))
             except Exception as error:
                 return TrialVerdict(False, False, f"its forward cannot be tried ({in_short(error)})")
             for rank in sorted({0, 1, ranks - 1}):
@@ -96,7 +110,7 @@ class Trial:
                 own = list(pieces_of(self.row_segments, ranks, rank))
                 expected = torch.cat([whole[..., piece.start : piece.stop] for piece in own], dim=-1)
                 try:
-                    read, output, _ = self._compute(weights, x, pieces, self.sizes)
+                    read, output, _ = self._compute(weights, x, pieces, self.sizes, borders, rank, ranks)
                 except Exception as error:
                     return TrialVerdict(
                         True, False, f"its forward fails on the features of one rank ({in_short(error)})"
@@ -116,8 +130,15 @@ class Trial:
         x: Tensor,
         pieces: Mapping[str, list[Piece]],
         sizes: Mapping[str, Mapping[str, Any]],
+        borders: "_Borders",
+        rank: int | None,
+        ranks: int,
     ) -> tuple[Tensor, Tensor, tuple[str, ...]]:
-        """What the row-parallel layer reads, the output, and the modules with parameters before the former."""
+        """What the row-parallel layer reads, the output, and the modules with parameters before the former.
+
+        Raises:
+            _Mixed: a module makes what all heads read, and what a rank's heads read.
+        """
         replaced: dict[str, nn.Module] = {}
         for path, module in self.module.named_modules():
             features = linear_features(module)
@@ -132,28 +153,77 @@ class Trial:
 
         def parameter(path: str, name: str) -> Tensor:
             values = weights.drawn((path, name), tuple(getattr(self._at(path), name).shape))
-            return torch.cat([values[:, p.start : p.stop] for p in pieces[path]], 1) if path in whole else values
+            dimension = head_dimension(self._at(path))
+            parts = [values.narrow(dimension, p.start, p.length) for p in pieces.get(path, ())]
+            return torch.cat(parts, dimension) if path in whole else values
 
-        copy = copy_of(self.module, replaced, parameter)
+        made = copy_of(self.module, replaced, parameter)
         for path, values in sizes.items():
-            vars(copy.get_submodule(path)).update(values)
+            vars(made.get_submodule(path)).update(values)
+        borders.whole = rank is None
+        for layer in self.layers:
+            fit_layer(made.get_submodule(layer.name), layer, borders, ranks, rank)
+        if self.attention is not None:
+            fit_attention(made.get_submodule(self.attention.name), self.attention, borders, ranks, rank, None)
         with torch.enable_grad():
-            output = first_tensor(call(copy, x, self.head_size, weights))
+            if self.given is None:
+                output = first_tensor(call(made, x, self.head_size, weights))
+            else:
+                args, kwargs = taken(*self.given)
+                output = first_tensor(made(*args, **kwargs))
             if row.read is None:
                 raise RuntimeError(f"it does not call {self.row}")
-            partial = tuple(_before(row.read, copy, {*self.columns, *self.heads}))
+            partial = tuple(
+                _before(row.read, made, {*self.columns, *self.heads}, [e.name for e in self.layers if e.shared])
+            )
+            entered = [each.entered for each in replaced.values() if isinstance(each, _Column)]
+            mixed = [p for x in entered if x is not None for p in _before(x, made, {*self.columns}) if p in partial]
+            if mixed:
+                raise _Mixed(f"all heads read what {mixed[0]} makes, and its layers of heads read it too")
         return row.read.detach(), output.detach(), partial
 
 
-def _before(read: Tensor, copy: nn.Module, split: set[str]) -> Iterator[str]:
-    """The modules on whose parameters a tensor depends, those that are split apart."""
+def _before(read: Tensor, copy: nn.Module, split: set[str], shared: Sequence[str] = ()) -> Iterator[str]:
+    """The modules on whose parameters a tensor depends, those that are split apart.
+
+    Args:
+        shared: those whose gradient is summed where all heads read what they make, so that it is zero here.
+    """
     if not read.requires_grad:
         return
     for path, module in copy.named_modules():
         own = [p for p in module.parameters(recurse=False) if p.requires_grad] if path not in split else []
         gradients = torch.autograd.grad(read.sum(), own, allow_unused=True, retain_graph=True) if own else ()
-        if any(gradient is not None for gradient in gradients):
+        if any(gradient is not None and (path not in shared or bool(gradient.any())) for gradient in gradients):
             yield path
+
+
+class _Borders:
+    """The borders of a module that is tried.
+
+    Attributes:
+        whole: whether the whole module computes.
+    """
+
+    def __init__(self) -> None:
+        self.whole = True
+        self._read: dict[str, Tensor] = {}
+
+    def entered(self, path: str, x: Tensor) -> Tensor:
+        """x, of which the gradient is summed over the ranks."""
+        return x.detach()
+
+    def shared(self, path: str, x: Tensor, features: int) -> Tensor:
+        """x, of which the gradient of the last features is summed over the ranks."""
+        return torch.cat([x[..., :-features], x[..., -features:].detach()], -1)
+
+    def gathered(self, path: str, x: Tensor, pieces: Sequence[Piece]) -> Tensor:
+        """The features of all ranks, of which x has some."""
+        if self.whole:
+            self._read[path] = x.detach()
+            return x
+        places = torch.cat([torch.arange(p.start, p.stop) for p in pieces])
+        return self._read[path].index_copy(-1, places, x)
 
 
 class TrialWeights:
@@ -183,9 +253,11 @@ class _Column(nn.Module):
         self.weight = nn.Parameter(weight / READ**0.5, requires_grad=False)
         self.bias = None if module.bias is None else nn.Parameter(bias, requires_grad=False)
         self.in_features, self.out_features = READ, len(weight)
+        self.entered: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., I] to [..., O]."""
+        x = self.entered = getattr(x, "stands_for", x)
         return nn.functional.linear(x.detach()[..., :READ], self.weight[:, : x.shape[-1]], self.bias)
 
 
@@ -240,19 +312,27 @@ def apart() -> Iterator[None]:
 
 
 def copy_of(
-    module: nn.Module, replaced: Mapping[str, nn.Module], parameter: Callable[[str, str], Tensor], path: str = ""
+    module: nn.Module,
+    replaced: Mapping[str, nn.Module],
+    parameter: Callable[[str, str], Tensor],
+    path: str = "",
+    tables: dict[int, Any] | None = None,
 ) -> Any:
     """A copy of a module without its hooks, in evaluation mode, with other parameters, and ones in its buffers.
 
     Args:
         replaced: modules that stand for those at these paths.
         parameter: makes one, from the path of its module and its name.
+        tables: where given, tables and lists that modules hold are copied, too, which forwards may fill; by identity.
     """
     if path in replaced:
         return replaced[path]
     made: Any = type(module).__new__(type(module))
     fresh = {k: v for k, v in vars(nn.Module()).items() if k not in ("_parameters", "_buffers", "_modules")}
     vars(made).update({**vars(module), **fresh, "training": False})
+    if tables is not None:
+        held = {k: v for k, v in vars(module).items() if type(v) in (dict, list, set) and k[0] != "_"}
+        vars(made).update({k: tables.setdefault(id(v), copy.copy(v)) for k, v in held.items()})
     vars(made).pop("forward", None)  # put there by another technique
     if hasattr(module, CUT):
         vars(made)["forward"] = lambda x, *others, **named: x.clone()  # its own would need other ranks
@@ -265,7 +345,7 @@ def copy_of(
         for name, value in module._buffers.items()
     }
     vars(made)["_modules"] = {
-        name: None if child is None else copy_of(child, replaced, parameter, f"{path}.{name}".strip("."))
+        name: None if child is None else copy_of(child, replaced, parameter, f"{path}.{name}".strip("."), tables)
         for name, child in module._modules.items()
     }
     return made
@@ -288,6 +368,20 @@ def call(module: nn.Module, x: Tensor, head_size: int, weights: TrialWeights) ->
             known = {**masks, **dict.fromkeys(LIKE_INPUT, x), "position_ids": torch.arange(x.shape[1])[None]}
             given[name] = known.get(name)
     return module(x.clone(), **given)
+
+
+def taken(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Copies of arguments, which a forward may change."""
+
+    def one(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.detach().clone()
+        if hasattr(leaf, "get_seq_length"):  # a cache, which would have the positions twice
+            return None
+        return copy.copy(leaf) if isinstance(leaf, (dict, list, set)) else leaf
+
+    made: tuple[Any, Any] = tree_map(one, (args, kwargs))
+    return made
 
 
 def first_tensor(tree: Any) -> Tensor:

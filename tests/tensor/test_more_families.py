@@ -1,0 +1,123 @@
+"""Families of unusual attention, cut as they are found, beside a plain loop; and trials of whole models."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from pool import Pool
+from split_models.more_families import FAMILIES, OWN, V, more_family
+from torch import Tensor, nn
+
+import zeroshard as zs
+from zeroshard.tensor import model_trial
+from zeroshard.tensor.find_layers import find
+from zeroshard.tensor.found import FoundLayer, Style
+from zeroshard.tensor.layout import every
+from zeroshard.tensor.policy import TensorParallel
+
+pytest.importorskip("transformers")
+STEPS, RATE = 2, 0.02
+USUAL = ("gemma3n-1", "nemotron-h", "olmo2", "gpt-oss", "deepseek-v3", "bloom", "nano", "mixes")
+WITHOUT_SEQUENCE = ("gemma3n-2", "olmo2", "nano", "reusing")
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [tuple(torch.randint(3, V, (2, 2, 9), generator=generator)) for _ in range(STEPS)]  # type: ignore[misc]
+
+
+def loss_of(model: Any, name: str, tokens: Tensor, labels: Tensor) -> Tensor:
+    if name in OWN:
+        return model(tokens, labels)[1]  # type: ignore[no-any-return]
+    return model(input_ids=tokens, labels=labels, use_cache=False).loss  # type: ignore[no-any-return]
+
+
+def built(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    model: nn.Module = more_family(name, "cpu")
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=0.1)
+        else:
+            parameter.data.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def differing(mesh: zs.Mesh, names: list[str], sequence: bool) -> dict[str, str]:
+    """Models whose losses or weights are more than 1e-5 from those of a plain loop, with how far."""
+    far: dict[str, str] = {}
+    for name in names:
+        model = built(name)
+        plain = copy.deepcopy(model)
+        plan = zs.Plan(tensor_parallel=zs.TensorParallel(2, sequence=sequence))
+        engine = zs.Engine(model, lambda ps: torch.optim.SGD(ps, lr=RATE), plan, mesh=mesh)
+        optimizer = torch.optim.SGD(plain.parameters(), lr=RATE)
+        losses: list[tuple[float, float]] = []
+        for batch in batches():
+            expected, found = loss_of(plain, name, *batch), loss_of(engine, name, *batch)
+            expected.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            engine.backward(found)
+            engine.step()
+            losses.append((float(expected), float(found)))
+        state = engine.state_dict()
+        weights = {key: float((state[key] - value).abs().max()) for key, value in plain.named_parameters()}
+        worst = max(weights, key=lambda key: weights[key])
+        if max(abs(a - b) for a, b in losses) > 1e-5 or weights[worst] > 1e-5:
+            far[name] = f"losses {losses}, {worst} {weights[worst]}"
+    return far
+
+
+def test_losses_and_weights_are_those_of_a_plain_loop(pool: Pool, whole: bool) -> None:
+    assert pool.run(differing, 2, [*FAMILIES, *OWN] if whole else list(USUAL), True) == [{}, {}]
+
+
+def test_without_sequence_parallelism(pool: Pool) -> None:
+    assert pool.run(differing, 2, list(WITHOUT_SEQUENCE), False) == [{}, {}]
+
+
+def found_in(name: str, ranks: int = 2) -> tuple[Any, dict[str, FoundLayer]]:
+    found = find(more_family(name), ranks, TensorParallel(ranks))
+    return found, {every(layer.name): layer for layer in found.layers}
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, "nano", "configured"])
+def test_attention_is_split(name: str) -> None:
+    found, layers = found_in(name)
+    holders = {path.rpartition(".")[0] for path, layer in layers.items() if layer.head_size}
+    rows = [path for path, layer in layers.items() if layer.style is Style.ROW and layer.head_size]
+    assert len(holders) == len(rows) > 0 and found.attentions
+    if name == "gpt-oss":
+        assert layers["model.layers.*.self_attn"].style is Style.HEADS  # a sink for each head
+    if name.startswith("deepseek"):
+        assert layers["model.layers.*.self_attn.kv_a_proj_with_mqa"].shared == 4
+
+
+def test_blocks_between_that_mix_positions_need_whole_sequences() -> None:
+    found, _ = found_in("nemotron-h")
+    assert found.blocks == () and "model.layers.1: mixer (NemotronHMamba2Mixer)" in found.whole_sequences[0][1]
+    found, _ = found_in("mixes")
+    assert found.whole_sequences == (("transformer.h", "transformer.h.1: it mixes positions outside of attention"),)
+
+
+def test_a_flow_between_layers_that_are_split_unalike_is_found_in_small() -> None:
+    """Keys and values of a layer that is split, read by one that is whole."""
+    user = {f"transformer.h.{n}.attn.{path}": "whole" for n, path in ((1, "q_proj"), (1, "c_proj"))}
+    found = find(more_family("reusing"), 2, TensorParallel(2, layers=user))
+    layers = {layer.name: layer for layer in found.layers}
+    assert layers["transformer.h.0.attn.c_attn"].style is Style.WHOLE
+    assert "in small, split and whole, the model differs in" in layers["transformer.h.0.attn.c_attn"].reason
+    assert layers["transformer.h.0.mlp.0"].style is Style.COLUMN
+
+
+def test_copied_key_heads_that_other_layers_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trial compares gradients: one key head on two ranks, whose parts of its gradient are added up."""
+    model = more_family("gemma3n-1")
+    found = find(model, 2, TensorParallel(2))
+    assert model_trial.differing(model, found, 2) == ""
+    reading = "model.layers.3.self_attn."
+    layers = {layer.name: layer for layer in found.layers if not layer.name.startswith(reading)}
+    kept = [each for each in found.attentions if not f"{each.name}.".startswith(reading)]
+    assert "gradient" in model_trial.ModelTrial(model, layers, kept, 2).run()
