@@ -21,6 +21,7 @@ from zeroshard.errors import (
     ReportError,
     RoutingWarning,
     Stopped,
+    WholeLayersWarning,
     ZeroshardError,
 )
 from zeroshard.platform.imports import uncollected
@@ -121,6 +122,7 @@ __all__ = [
     "TensorParallel",
     "Trace",
     "Verification",
+    "WholeLayersWarning",
     "ZeroshardError",
     "__version__",
     "from_deepspeed",

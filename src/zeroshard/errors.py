@@ -73,6 +73,10 @@ class RoutingWarning(UserWarning):
     """A mixture whose routing collapses: dead experts, one with most tokens, or many dropped choices."""
 
 
+class WholeLayersWarning(UserWarning):
+    """Tensor parallelism that leaves layers whole on every rank: which share of the parameters, and where."""
+
+
 class DamagedError(CheckpointError):
     """A checkpoint whose content differs from what was written: a wrong digest, a wrong size or a missing file."""
 

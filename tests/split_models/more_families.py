@@ -57,6 +57,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "bloom": ("BloomForCausalLM", "BloomConfig", {**B, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
     "gptj": ("GPTJForCausalLM", "GPTJConfig", {**GPTJ, "n_head": 4}),
     "codegen": ("CodeGenForCausalLM", "CodeGenConfig", {**GPTJ, "n_head": 8, "n_ctx": 64}),
+    "codegen-4": ("CodeGenForCausalLM", "CodeGenConfig", {**GPTJ, "n_head": 4, "n_ctx": 64}),
     "mpt": (
         *("MptForCausalLM", "MptConfig"),
         {**B, "d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 64, "attn_config": {"clip_qkv": 0.05}},
@@ -150,6 +151,17 @@ class NanoGPT(nn.Module):
         return logits, loss
 
 
+class ReadsWeight(NanoGPT):
+    """Logits by the weight of the embedding, which is not called for them."""
+
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        logits, _ = super().forward(idx)
+        more = self.transformer.get_submodule("wte").get_parameter("weight").mean(1)
+        return logits + more, None if targets is None else F.cross_entropy(
+            (logits + more).flatten(0, 1), targets.flatten()
+        )
+
+
 class Neighbours(nn.Module):
     """A block without linear layers, which adds to each position the one before."""
 
@@ -195,4 +207,5 @@ OWN: dict[str, Callable[[], nn.Module]] = {
     "configured": lambda: NanoGPT(ConfiguredAttention),
     "mixes": lambda: NanoGPT(mixes=True),
     "reusing": _reusing,
+    "reads-weight": ReadsWeight,
 }

@@ -105,6 +105,7 @@ class _Search:
         user = user_layers(self._model, self._policy.styles or ())
         plan = model_layers(self._model)
         known = known_vocabulary(self._modules)
+        known += [path for path in self._calls.vocabulary(self._modules) if path not in known]
         vocabulary, reasons = find_vocabulary(self._modules, known, self._ranks, plan | user)
         self._reasons |= dict(self._known_whole())
         outputs = {path for path in known if not isinstance(self._modules[path], nn.Embedding)}

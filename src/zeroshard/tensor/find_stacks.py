@@ -72,7 +72,8 @@ def why_whole_sequences(
     seen: dict[Any, str] = {}
     children = [f"{path}.{name}".strip(".") for name, _ in modules[path].named_children()]
     for block in children[children.index(blocks[0]) : children.index(blocks[-1]) + 1]:
-        styles = (found[f"{block}.{p}".strip(".")].style for p, m in modules[block].named_modules() if _own(m))
+        of_block = (found.get(f"{block}.{inner}".strip(".")) for inner, _ in modules[block].named_modules())
+        styles = [layer.style for layer in of_block if layer is not None]
         key = (tuple((path, type(module)) for path, module in modules[block].named_modules()), tuple(styles))
         if key not in seen:
             seen[key] = _why(modules, block, found, names, calls.of(block))
@@ -160,7 +161,3 @@ def _run(copy: nn.Module, weights: TrialWeights, given: Call | None, x: Tensor) 
         return first_tensor(call(copy, x, 0, weights))
     args, kwargs = with_activation(*taken(*given), x.clone())
     return first_tensor(copy(*args, **kwargs))
-
-
-def _own(module: nn.Module) -> bool:
-    return next(module.parameters(recurse=False), None) is not None

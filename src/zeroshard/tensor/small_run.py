@@ -50,11 +50,16 @@ class NarrowLinear(nn.Module):
         bias = None if module.bias is None else nn.Parameter(weights.drawn((path, "bias"), (outputs,)) * 0.1)
         self.weight = nn.Parameter(torch.zeros(1).expand(tuple(module.weight.shape)), requires_grad=False)
         self.bias = bias
+        self.elsewhere = False
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., I] to [..., O]."""
         y = x.to(self.read.dtype) @ self.read @ self.made
         return y if self.bias is None else y + self.bias
+
+    def __getattr__(self, name: str) -> Any:
+        _note_read(self, name)
+        return super().__getattr__(name)
 
 
 class FewRows(nn.Embedding):
@@ -67,10 +72,21 @@ class FewRows(nn.Embedding):
         self.norm_type, self.scale_grad_by_freq, self.sparse = 2.0, False, False
         self.rows = nn.Parameter(weights.drawn((path, "rows"), (ROWS, module.embedding_dim)))
         self.weight = nn.Parameter(torch.zeros(1).expand(tuple(module.weight.shape)), requires_grad=False)
+        self.elsewhere = False
 
     def forward(self, input: Tensor) -> Tensor:
         """[...] to [..., D]."""
         return nn.functional.embedding(input.long() % ROWS, self.rows)
+
+    def __getattr__(self, name: str) -> Any:
+        _note_read(self, name)
+        return super().__getattr__(name)
+
+
+def _note_read(module: nn.Module, name: str) -> None:
+    """Remember that something reads the weight that a stand-in shows."""
+    if name == "weight":
+        vars(module)["elsewhere"] = True
 
 
 class _Same(nn.Module):
@@ -202,12 +218,14 @@ class Calls:
         problem: why this is not known; "" if it is.
         embeddings: paths of embeddings that look up the tokens.
         outputs: paths of linear layers whose output is that of the model.
+        elsewhere: paths of embeddings and linear layers whose weight is read without calling them.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model, self._key, self.problem = model, likeness(model), ""
         self.embeddings: list[str] = []
         self.outputs: list[str] = []
+        self.elsewhere: set[str] = set()
         self._calls: dict[str, tuple[Any, Any]] = {}
         self._made: dict[str, Tensor] = {}
         widths = [found.inputs for found in map(linear_features, model.modules()) if found is not None]
@@ -229,6 +247,7 @@ class Calls:
         output = small.run(width, self._begin)
         self.problem = ""
         ends = {id(leaf) for leaf in tensors(output)}
+        self.elsewhere = {path for path, module in small.copy.named_modules() if vars(module).get("elsewhere")}
         self.outputs = [path for path, made in self._made.items() if id(made) in ends]
         self._made.clear()
 
@@ -247,6 +266,19 @@ class Calls:
             if len(set(values)) > TOKENS:  # and not positions
                 self.embeddings.append(path)
         self._calls.setdefault(path, taken(args, kwargs))
+
+    def vocabulary(self, modules: Mapping[str, nn.Module]) -> list[str]:
+        """Embeddings that look up tokens and the output layer with as many logits, where nothing else reads them."""
+        found: list[str] = []
+        for path in dict.fromkeys(self.embeddings):
+            rows = [
+                n
+                for n in self.outputs
+                if getattr(modules[n], "out_features", 0) == vars(modules[path]).get("num_embeddings")
+            ]
+            if len(rows) == 1 and not self.elsewhere & {path, *rows}:
+                found += [each for each in (path, *rows) if each not in found]
+        return found
 
     def of(self, path: str) -> tuple[Any, Any] | None:
         """Arguments of a call of a module, to be copied; None where they are not known."""

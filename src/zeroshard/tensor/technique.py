@@ -17,6 +17,7 @@ from zeroshard.parts.place import Axis, Partial, Piece, Split
 from zeroshard.parts.technique import NewAxis, neighbours
 from zeroshard.parts.zones import DividedActivations, Division
 from zeroshard.platform.accelerator import is_accelerator
+from zeroshard.platform.real import REAL
 from zeroshard.tensor.check_gradients import GradientCheck
 from zeroshard.tensor.collectives import TensorRanks
 from zeroshard.tensor.find_layers import find
@@ -37,6 +38,7 @@ from zeroshard.tensor.planned_messages import PlannedMessages, pairs_of
 from zeroshard.tensor.policy import TensorParallel
 from zeroshard.tensor.sequence import SequenceBlocks, open_attention
 from zeroshard.tensor.vocabulary import split_embedding, split_output
+from zeroshard.tensor.whole_share import warn_of_whole, whole_share
 from zeroshard.tensor.zones import Zones
 from zeroshard.units.hooks import Hook, in_place_of
 
@@ -83,6 +85,8 @@ class TensorTechnique:
         share_operands(ranks.comm, self._transport)
         self.found = found = find(model, ranks.size, self._policy)
         check_splits(found, type(model).__name__, ranks.size)
+        if ranks.comm.mesh.platform is REAL:
+            warn_of_whole(whole_share(model, found, ranks.size), {name: axis.rank for name, axis in axes.items()})
         if self._moments == "8bit":
             refuse_copies(found, ranks.size)
         places = _Cutting(model, found, ranks, self._policy.sequence).places
