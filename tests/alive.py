@@ -1,0 +1,116 @@
+"""Counts of memory and of the wire that no part of zeroshard makes: by torch's storages, and by the kernel.
+
+[Note: what is counted] `Alive` sees the result of every operation of its thread, keeps weak references to the storages
+and adds up the bytes of those that are left. On CPUs what zeroshard keeps "on the device" comes from torch's allocator,
+and host memory does not, so that its storages cannot be resized: they are left out. `Units` looks at the storages that
+the parameters of a block have viewed. `sent` is what the kernel wrote for this process.
+"""
+
+import weakref
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
+    """The storage with a tensor's values; None for tensors without."""
+    with torch._C.DisableTorchFunctionSubclass():  # parameters of an engine would ask about it
+        local = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
+        return None if local.is_meta or local.layout is not torch.strided else local.untyped_storage()
+
+
+class Alive(TorchDispatchMode):
+    """The storages made inside, at every operation ([Note: what is counted]).
+
+    Attributes:
+        most: the largest number of bytes alive at once, since `restart`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+        self._seen: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._note(tree_leaves(result))
+        self.most = max(self.most, self.now())
+        return result
+
+    def _note(self, results: Iterable[Any]) -> None:
+        for leaf in results:
+            storage = storage_of(leaf) if isinstance(leaf, Tensor) else None
+            if storage is None or not storage.resizable():
+                continue
+            key = storage._cdata
+            if key not in self._seen or self._seen[key]() is None:
+                self._seen[key] = weakref.ref(storage)
+
+    def storages(self) -> list[torch.UntypedStorage]:
+        """Those that are alive."""
+        pairs = [(key, ref()) for key, ref in self._seen.items()]
+        for key, storage in pairs:
+            if storage is None:
+                del self._seen[key]
+        return [storage for _, storage in pairs if storage is not None]
+
+    def now(self) -> int:
+        """Bytes that are alive."""
+        return sum(storage.nbytes() for storage in self.storages())
+
+    def restart(self) -> int:
+        """Let the peak start again from what is alive; returns that."""
+        self.most = self.now()
+        return self.most
+
+
+class Units(TorchDispatchMode):
+    """How many groups of parameters have their values in memory, at every operation ([Note: what is counted]).
+
+    Attributes:
+        forward: the largest number at once in forwards.
+        backward: the same in backwards.
+    """
+
+    def __init__(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
+        super().__init__()
+        self.forward = self.backward = 0
+        self._groups = groups
+        self._viewed: list[dict[int, weakref.ref[torch.UntypedStorage]]] = [{} for _ in groups]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        inside = torch._C._current_graph_task_id() != -1
+        gathered = sum(map(self._has_values, self._groups, self._viewed))
+        self.forward = max(self.forward, 0 if inside else gathered)
+        self.backward = max(self.backward, gathered if inside else 0)
+        return func(*args, **(kwargs or {}))
+
+    def _has_values(
+        self, parameters: Sequence[nn.Parameter], viewed: dict[int, weakref.ref[torch.UntypedStorage]]
+    ) -> bool:
+        for storage in filter(None, map(storage_of, parameters)):
+            viewed[storage._cdata] = weakref.ref(storage)
+        alive = (ref() for ref in viewed.values())
+        return any(storage is not None and storage.nbytes() > 8 for storage in alive)  # more than one number
+
+
+def blocks_of(model: nn.Module) -> list[list[nn.Parameter]]:
+    """The parameters of each block in the outermost lists of blocks, and of all other modules together."""
+    lists = (nn.ModuleList, nn.Sequential)
+    outer: list[str] = []
+    for name, module in model.named_modules():
+        if isinstance(module, lists) and len(module) > 2 and not any(name.startswith(f"{other}.") for other in outer):
+            outer.append(name)
+    blocks = [list(block.parameters()) for name in outer for block in model.get_submodule(name).children()]
+    inside = {id(parameter) for block in blocks for parameter in block}
+    return [*blocks, [parameter for parameter in model.parameters() if id(parameter) not in inside]]
+
+
+def sent() -> int:
+    """Bytes that this process has written so far, sockets included."""
+    return int(Path("/proc/self/io").read_text().partition("wchar: ")[2].split()[0])

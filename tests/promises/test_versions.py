@@ -1,0 +1,46 @@
+"""Versions of weights in a pipeline that never flushes, counted by what a parameter more takes."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from alive import Alive
+from pool import Pool
+from promises.stacks import Stack, numel_of_block, rows
+
+import zeroshard as zs
+
+STAGES, STEPS = 4, 3
+INNER = (64, 256)
+SCHEDULES = ("1f1b", "pipedream", "2bw")
+
+
+def per_parameter(mesh: zs.Mesh, schedule: Any) -> float:
+    """The most bytes in steps of the pipeline once it is full, for each parameter of this stage."""
+    pipeline = zs.Pipeline(STAGES, schedule=schedule, balance="parameters")
+    plan = zs.Plan(zero=0, transport="network", pipeline_parallel=pipeline, microbatches=8, recompute="off")
+    most = []
+    for inner in INNER:
+        with Alive() as alive:
+            model = Stack(2 * STAGES, inner=inner)
+            engine = zs.Engine(model, partial(torch.optim.SGD, lr=1e-3), plan, mesh=mesh, example=rows(1))
+            for _ in range(STEPS):
+                engine.train_step(rows(8))
+            alive.restart()
+            for _ in range(STEPS):
+                engine.train_step(rows(8))
+            engine.flush()
+            most.append(alive.most)
+    return (most[1] - most[0]) / 2 / (numel_of_block(inner=INNER[1]) - numel_of_block(inner=INNER[0]))
+
+
+def of_schedules(mesh: zs.Mesh) -> list[float]:
+    return [per_parameter(mesh, schedule) for schedule in SCHEDULES]
+
+
+def test_versions(pool: Pool) -> None:
+    """A flush needs one; PipeDream one for each microbatch in flight (section 3.3), 2BW two (2006.09503)."""
+    for stage, found in enumerate(pool.run(of_schedules, STAGES)):
+        flushed, stashed, double = found
+        assert [stashed - flushed, double - flushed] == pytest.approx([4 * (STAGES - stage - 1), 4], rel=0.01)
