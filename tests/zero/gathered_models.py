@@ -252,7 +252,7 @@ class Segments(Language):
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "pre-norm": Language,
-    "eight blocks": partial(Language, blocks=8),
+    "twelve blocks": partial(Language, blocks=12),
     "post-norm": partial(Language, Post),
     "parallel": partial(Language, Parallel),
     "no bias": partial(Language, partial(Pre, bias=False)),

@@ -72,8 +72,8 @@ class NestedSegment(BlockSegment):
         needed = self._links(number + 1, last)
         whole = any(key[0] == number for key in needed)
         if whole or (fill and region.waiting):
-            self._around.bring(region.call.unit)
-            leaves = region.compute(self._around, lambda r, leaf: made[r, leaf].tensor(), whole, fill)
+            with self._around.gathered(region.call.unit):
+                leaves = region.compute(self._around, lambda r, leaf: made[r, leaf].tensor(), whole, fill)
             self._count()
             made |= {(r, leaf): self._around.hold(leaves[leaf]) for r, leaf in needed if r == number}
         for key in made.keys() - needed:

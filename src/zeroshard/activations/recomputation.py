@@ -22,6 +22,7 @@ import copy
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from itertools import accumulate
 from types import FrameType
 from typing import Any
 
@@ -73,6 +74,7 @@ class Recomputation:
         last: bool = True,
     ) -> None:
         self.recomputed = 0
+        self._units = [unit for _, unit in blocks]
         self._around, self._lengths, self._save_sums = around, lengths, save_sums
         self._last = last
         self._segment: BlockSegment | None = None
@@ -129,6 +131,17 @@ class Recomputation:
             self._segment = None
         self._block_ended(block.left_alone)
         return output
+
+    def brings_twice(self, unit: int) -> bool:
+        """Whether a unit is gathered for a recomputation and once more for its backward, under stage 3.
+
+        Only the last two blocks of a segment stay from one to the other.
+        """
+        sizes = self._lengths(len(self._units))
+        for stop, size in zip(accumulate(sizes), sizes[: len(sizes) - (not self._last)], strict=False):
+            if unit in self._units[stop - size : max(stop - 2, 0)]:
+                return True
+        return False
 
     @property
     def decisions(self) -> list[dict[str, Any]]:

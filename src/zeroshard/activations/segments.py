@@ -419,13 +419,13 @@ class BlockSegment:
     def compute_again(self, number: int) -> None:
         """Compute all regions again, each from what the one before it returned; one of region `number` is asked for."""
         asked = [region.linked or bool(region.waiting) for region in self._regions]
-        units = [region.call.unit for region, needed in zip(self._regions, asked, strict=True) if needed]
-        for unit in dict.fromkeys(reversed(units)):
-            self._around.bring(unit)  # in the order of backwards, for which each stays
         made: list[list[Any]] = []
         for region, needed in zip(self._regions, asked, strict=True):
-            made.append(region.compute(self._around, lambda r, leaf: made[r][leaf], region.linked) if needed else [])
-            self._count() if needed else None
+            made.append([])
+            if needed:
+                with self._around.gathered(region.call.unit):
+                    made[-1] = region.compute(self._around, lambda r, leaf: made[r][leaf], region.linked)
+                self._count()
 
     def filled(self) -> None:
         """Slots have been filled; they may be dropped where there is too little room."""

@@ -23,7 +23,7 @@ class Surroundings:
         ledger: enters what is kept.
         places: the storages of weights now.
         hold: holds a tensor on the device for the backward, counted.
-        bring: gathers a unit for a backward.
+        gathered: a context in which a unit is gathered, to compute it again.
         draws: a context in which a module draws what it drew in its forward.
         now: seconds.
         partition: divides inputs of blocks that several ranks hold alike; None where none do.
@@ -36,7 +36,7 @@ class Surroundings:
     ledger: Ledger
     places: Callable[[], set[int]]
     hold: Callable[[Tensor], Kept]
-    bring: Callable[[int], None]
+    gathered: Callable[[int], AbstractContextManager[None]]
     draws: Callable[[nn.Module], AbstractContextManager[None]]
     now: Callable[[], float]
     partition: CheckpointPartition | None = None

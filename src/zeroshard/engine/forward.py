@@ -7,7 +7,8 @@ before the saved tensor is read, whatever path the backward took.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -96,6 +97,13 @@ class Forward:
                     f"the module inside `with engine.gathered():`, on every rank."
                 )
         self._gatherer.need(unit)
+
+    @contextmanager
+    def gathered(self, unit: int) -> Iterator[None]:
+        """Gather a unit for a recomputed forward; its backward may come later."""
+        self.need(unit)
+        yield
+        self._gatherer.done(unit, computed_again=True)
 
     def leaving(self, output: Any, unit: int | None = None) -> Any:
         """A module's output, with copies of the tensors that lie in a buffer about to be emptied.
@@ -278,6 +286,7 @@ class _Watch:
         What it only hands on (T5's relative positions) gets its gradient when the unit's backward is over.
         """
         if self.gatherer.inside(PassKind.BACKWARD):
+            self.gatherer.done(self.unit, computed_again=True)
             return None
         output = self.forward.leaving(output, self.unit)
         self.gatherer.done(self.unit)

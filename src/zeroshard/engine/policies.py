@@ -95,7 +95,7 @@ def saving_of(
     draws, now, ledger = parts.random_numbers.again, stage.mesh.now, parts.arena.ledger
     partition = CheckpointPartition(alike["tensor"].comm) if policy.partition else None
     arena = CheckpointArena(stage.mesh.device, forward.hold) if policy.arena else None
-    touched = forward.hold, forward.need, draws, now, partition, arena, forward.saver
+    touched = forward.hold, forward.gathered, draws, now, partition, arena, forward.saver
     around = Surroundings(stage.mesh.device, ledger, places, *touched)
     parts.keep_input = keeper_of(around, forward.hooks, plan.offloading.activations)
     parts.inputs = arena if parts.keep_input is None else None

@@ -240,10 +240,12 @@ class Readings:
     def _work(self, unit: int) -> Work:
         """A step of this rank on a unit."""
         plan, around = self.plan, self._stage.ranks_per_data_rank
+        recomputation = self._assembly.recomputation
+        again = plan.microbatches * (recomputation is not None and recomputation.brings_twice(unit))
         updates = plan.microbatches // (plan.microbatches_per_update * (around if plan.streams else 1))
         return Work(
             plan.microbatches,
-            self._order.gathers(unit),
+            self._order.gathers(unit) + again,
             updates,
             plan.reductions // around if plan.reductions > 1 else 1,
         )

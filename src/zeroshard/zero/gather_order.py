@@ -21,6 +21,7 @@ from zeroshard.units import Unit
 from zeroshard.zero.gatherer import Gatherer, PassKind
 from zeroshard.zero.nodes import LATEST, PlaceInGraph, first_node
 
+AT_ONCE = 3  # units that are gathered at once: the root, the one that computes, and one more
 DETOUR, WORD = "unit", 32  # the first word of one who wants a unit off the list; characters of a rank's words
 CALLS = 64  # forwards of a unit that are remembered for their backwards
 
@@ -67,6 +68,7 @@ class ByPass(Gatherer):
         self._pins = 0  # contexts under way that keep all units gathered
         self._in_use: dict[int, int] = {}  # units that this rank needed and is not done with, until which node
         self._calls = [deque[int](maxlen=CALLS) for _ in units]  # first nodes of their forwards since a backward
+        self._computed_again: dict[int, None] = {}  # units whose recomputed forward has ended, the oldest first
         self._wanted: dict[PassKind, list[int]] = {}  # units for the lists of passes to come
         self._detours: list[int] = []  # units that single ranks wanted in the forwards since the last backward
         self._ended: PassKind | None = None  # the kind of the last pass
@@ -129,6 +131,7 @@ class ByPass(Gatherer):
     def need(self, number: int, enters: bool = False) -> None:
         """Gather unit `number` before this returns; start to fetch the one after it, once those passed are free."""
         shards = self._shards[number]
+        self._computed_again.pop(number, None)
         present = all(shard.residence is Residence.GATHERED for shard in shards)
         if present and number in self._in_use and not enters:
             return
@@ -136,6 +139,8 @@ class ByPass(Gatherer):
         if present:
             return
         self.done()
+        while self._computed_again and len(self._in_use) > AT_ONCE:
+            self.done(next(iter(self._computed_again)))
         walk = self._passes[-1] if self._passes else None
         place = _find(walk.order.units, number, walk.cursor) if walk else None
         if walk is not None:
@@ -148,13 +153,16 @@ class ByPass(Gatherer):
                 walk.order.settled, walk.order.detoured = False, True
         else:
             self._advance(walk, place)
-            self._start_up_to(walk, place + 2)
+            self._start_up_to(walk, place + 1 + (len(self._in_use) < AT_ONCE))
             walk.cursor = place + 1
         for shard in shards:
             shard.finish_gather()
 
-    def done(self, number: int | None = None) -> None:
+    def done(self, number: int | None = None, computed_again: bool = False) -> None:
         """Free unit `number`, unless its next gather is already under way; by default those that a backward passed."""
+        if computed_again and number is not None:
+            self._computed_again[number] = None
+            return
         if number is None:
             place = self._passes[-1].place if self._passes else None
             node = place.node if place is not None else LATEST
@@ -162,6 +170,7 @@ class ByPass(Gatherer):
                 self.done(passed)
             return
         self._in_use.pop(number, None)
+        self._computed_again.pop(number, None)
         if self._pins:
             return
         for shard in self._shards[number]:
@@ -171,6 +180,7 @@ class ByPass(Gatherer):
     def free_all(self) -> None:
         """Free every unit, unless they are pinned."""
         self._in_use.clear()
+        self._computed_again.clear()
         if self._pins:
             return
         for shards in self._shards:

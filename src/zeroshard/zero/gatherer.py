@@ -57,10 +57,14 @@ class Gatherer:
             enters: the backward of a call of the unit begins.
         """
 
-    def done(self, number: int | None = None) -> None:
+    def done(self, number: int | None = None, computed_again: bool = False) -> None:
         """Free unit `number`: nothing in this pass uses it again; by default, the units that a backward has passed.
 
         See [Note: numbers of nodes] for those.
+
+        Args:
+            computed_again: its recomputed forward has ended, and its backward may read it later, so that it is freed
+                only where others need the room.
         """
 
     def free_all(self) -> None:
