@@ -131,7 +131,7 @@ def test_ranks_that_repeat_collectives_alike_drop_no_tails() -> None:
 class _Region:
     """A region that keeps all that it saves."""
 
-    choice, dropped = None, False
+    choice, samples, dropped = None, None, False
 
     def __init__(self, pack: Any) -> None:
         self.hooks, self.slots = (pack, None), list[Any]()

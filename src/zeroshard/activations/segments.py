@@ -205,7 +205,8 @@ class Region:
         """The next kept result; None where it was not kept."""
         kept = self.kept[self.asked] if self.asked < len(self.kept) else None
         self.asked += 1
-        return tree_map_only(_KeptBack, _KeptBack.tensor, kept)
+        # Cut off each time: as an output of a recomputation it would hold the graph that holds it.
+        return tree_map_only(_KeptBack, lambda each: each.tensor().detach(), kept)
 
     def copy_kept(self, number: int) -> None:
         """Keep a copy of a result instead of it, which is about to be written."""

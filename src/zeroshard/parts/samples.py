@@ -19,10 +19,10 @@ TOLERANCES = {torch.float16: 2e-2, torch.bfloat16: 1e-1}  # of the largest eleme
 USUAL = 1e-3
 WITHOUT_NUMPY = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.uint8}
 OTHER_VALUES = (
-    "its values are others, so something that it reads has changed between forward and backward, such as a generator "
-    "of random numbers that no module or function of it names, or a variable that the model sets before each call. "
-    "Make the generator an attribute of the module, and hand over the variable as an argument, or set it as a number "
-    "in an attribute of the module"
+    "its values are others, so something that it reads has changed between forward and backward, such as weights by a "
+    "step since, a generator of random numbers that no module or function of it names, or a variable that the model "
+    "sets before each call. Call the backward before the step, make the generator an attribute of the module, and hand "
+    "over the variable as an argument, or set it as a number in an attribute of the module"
 )
 
 
