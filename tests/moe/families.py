@@ -105,7 +105,7 @@ def route(found: FoundExperts) -> Any:
 
 
 def routed(model: Any) -> Any:
-    """The model with such forwards, in which no expert is without a gradient."""
+    """The model with such forwards."""
     for found in find_experts(model):
         found.install(route(found))
     return model

@@ -174,8 +174,8 @@ class Backward:
         """Take in the gradients of these parameters, which stand for those of the flat."""
         singly = gradients.listen(parameters)
         for number, parameter in enumerate(parameters[:singly]):
-            parameter.register_hook(_Arrival(self, parameter))
             receipt = _Receipt(self, gradients, number)
+            parameter.register_hook(_Arrival(receipt, parameter))
             parameter.register_post_accumulate_grad_hook(receipt)
             offer_room(parameter, receipt)
 
@@ -186,8 +186,8 @@ class Backward:
             self.reductions.finish()
         return gradients.rooms.lend(number, bool(gradients.written[number]))
 
-    def receive(self, gradients: Gradients, number: int, gradient: torch.Tensor) -> None:
-        """Move one parameter's gradient into its flat buffer; reduce the unit if it is complete and in turn."""
+    def receive(self, gradients: Gradients, number: int, gradient: torch.Tensor | None) -> None:
+        """Move one parameter's gradient into its flat buffer, if there is one; reduce the unit if it is complete."""
         unit = self._unit_of[id(gradients)]
         if gradients.arrived[number]:  # a second round: re-entrant recomputation used the unit once more
             for each in self._gradients[unit]:
@@ -223,26 +223,27 @@ class Backward:
 class _Arrival:
     """Clears the placeholder just before autograd hands over a gradient, so that it hands over a tensor of its own."""
 
-    __slots__ = ("backward", "parameter")
+    __slots__ = ("parameter", "receipt")
 
-    def __init__(self, backward: Backward, parameter: torch.Tensor) -> None:
+    def __init__(self, receipt: "_Receipt", parameter: torch.Tensor) -> None:
         # weak, because Python cannot see a ring through what autograd holds, and would never free the engine
-        self.backward, self.parameter = weakref.ref(backward), weakref.ref(parameter)
+        self.receipt, self.parameter = receipt, weakref.ref(parameter)
 
-    def __call__(self, gradient: torch.Tensor) -> None:
-        backward, parameter = self.backward(), self.parameter()
+    def __call__(self, gradient: torch.Tensor | None) -> None:
+        backward, parameter = self.receipt.backward(), self.parameter()
         if backward is not None and parameter is not None:
             backward.begin()
-            parameter.grad = None
+            parameter.grad, self.receipt.empty = None, gradient is None
 
 
 class _Receipt:
-    """Hands a parameter's gradient on to its flat buffer."""
+    """Hands a parameter's gradient on to its flat buffer, or tells it that autograd came without one."""
 
-    __slots__ = ("backward", "gradients", "number")
+    __slots__ = ("backward", "empty", "gradients", "number")
 
     def __init__(self, backward: Backward, gradients: Gradients, number: int) -> None:
         self.backward, self.gradients, self.number = weakref.ref(backward), weakref.ref(gradients), number
+        self.empty = False
 
     def lend(self, parameter: torch.Tensor) -> Lent | None:
         """The room of the gradient, unless it goes elsewhere, or the user's hook is to see it on its way."""
@@ -262,7 +263,7 @@ class _Receipt:
             gradient = parameter.grad
             if gradient is not None or gradients.written_in_step[self.number]:
                 gradients.shown.hide(parameter, self.number)
-            if gradient is not None:
-                backward.receive(gradients, self.number, gradient.detach())
+            if gradient is not None or self.empty:
+                backward.receive(gradients, self.number, None if gradient is None else gradient.detach())
             elif parameter.requires_grad:  # else it was frozen after the forward, and autograd passes it over
                 raise unreadable(gradients.flat.index.entries[self.number].name)

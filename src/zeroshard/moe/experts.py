@@ -184,20 +184,31 @@ class ExpertModules(nn.Module):
         return compute_modules(self.networks, rows, counts, gates)
 
 
-def compute_modules(networks: Iterable[nn.Module], rows: Tensor, counts: Sequence[int], gates: Tensor | None) -> Tensor:
-    """Rows [R, D], sorted by expert, each by the module of its expert and times its gate; see `ExpertModules`."""
+def compute_modules(
+    networks: Iterable[nn.Module],
+    rows: Tensor,
+    counts: Sequence[int],
+    gates: Tensor | None,
+    idle_gradients: bool = True,
+) -> Tensor:
+    """Rows [R, D], sorted by expert, each by the module of its expert and times its gate; see `ExpertModules`.
+
+    Args:
+        idle_gradients: whether experts without rows get zeros as gradients, and else None, as modules that no forward
+            calls. The backward comes to their parameters either way, as ranks wait for all of a unit's gradients.
+    """
     done, idle = [], []
     for expert, x in zip(networks, rows.split(list(counts)), strict=True):
         if len(x):
             done.append(expert(x))
         else:
             idle += [p for p in expert.parameters() if p.requires_grad]
-    return weighed(with_gradients(torch.cat(done) if done else rows, idle), gates)
+    return weighed(with_gradients(torch.cat(done) if done else rows, idle, idle_gradients), gates)
 
 
-def with_gradients(rows: Tensor, parameters: Sequence[Tensor]) -> Tensor:
-    """The rows; their backward gives zeros to the parameters, so that none of them is without a gradient."""
-    same: Tensor = _Idle.apply(rows, *parameters) if parameters else rows  # type: ignore[no-untyped-call]
+def with_gradients(rows: Tensor, parameters: Sequence[Tensor], zeros: bool = True) -> Tensor:
+    """The rows; their backward comes to the parameters too, with zeros or without a gradient."""
+    same: Tensor = _Idle.apply(rows, zeros, *parameters) if parameters else rows  # type: ignore[no-untyped-call]
     return same
 
 
@@ -235,13 +246,14 @@ def _rounded_product(factor: Tensor, gates: Tensor, like: Tensor) -> Tensor:
 
 
 class _Idle(torch.autograd.Function):
-    """The identity, whose backward gives zeros to the parameters of experts without rows: no gradient is None."""
+    """The identity, whose backward comes to the parameters of experts without rows: with zeros, or with None."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.save_for_backward(*parameters)
+    def forward(ctx: Any, rows: Tensor, zeros: bool, *parameters: Tensor) -> Tensor:
+        ctx.save_for_backward(*parameters if zeros else ())
+        ctx.unwritten = () if zeros else (None,) * len(parameters)
         return rows.view_as(rows)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        return gradients[0], *map(torch.zeros_like, ctx.saved_tensors)
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return gradients[0], None, *map(torch.zeros_like, ctx.saved_tensors), *ctx.unwritten

@@ -150,7 +150,8 @@ def _listed_experts(path: str, module: nn.Module) -> FoundExperts | None:
     networks = tuple(child for child in module.children() if not isinstance(child, Statistics))
     if not networks or len({type(network) for network in networks}) > 1 or list(module.parameters(recurse=False)):
         return None
-    return FoundExperts(path, module, len(networks), (), networks, partial(compute_modules, networks))
+    compute = partial(compute_modules, networks, idle_gradients=False)  # their own forward does not call them then
+    return FoundExperts(path, module, len(networks), (), networks, compute)
 
 
 def _takes_choices(module: nn.Module) -> bool:

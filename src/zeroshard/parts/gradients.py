@@ -128,7 +128,7 @@ class Gradients(Protocol):
 
     Attributes:
         first_small: the number from which on autograd adds gradients up itself.
-        arrived: per parameter, whether its gradient came in the backward under way, as far as that was collected.
+        arrived: per parameter, whether its gradient, or None, came in the backward under way, as far as collected.
         written: per parameter, whether it got a gradient since the last reduction.
         written_in_step: per parameter, whether it got a gradient since the last update.
     """
@@ -165,8 +165,8 @@ class Gradients(Protocol):
     def take_back(self, everything: bool = False) -> list[int]:
         """Discard the gradients that the user has taken away or zeroed; the numbers of their parameters."""
 
-    def receive(self, number: int, gradient: torch.Tensor) -> None:
-        """Take in the gradient of parameter `number`."""
+    def receive(self, number: int, gradient: torch.Tensor | None) -> None:
+        """Take in the gradient of parameter `number`; None where autograd has come to it without any."""
 
     def widen(self) -> None:
         """Keep sums over several backwards in fp32 from now on."""

@@ -4,9 +4,15 @@
 read. Setting it to None, or zeroing it, discards the gradient. Parameters have None there until their gradient came, so
 that autograd hands over a tensor of its own. It may come once more while the placeholder of a small parameter is there;
 that one is sparse and empty, since to such a gradient autograd adds in a tensor of its own.
+
+[Note: came without a gradient] A function's backward may give None to a parameter (an expert without rows). Autograd
+then calls the parameter's hooks and leaves `p.grad` as it was. Such a parameter counts as arrived, so that its unit is
+complete, and not as written, so that an optimizer leaves it as it is.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
+from functools import partial
 from operator import attrgetter, is_
 
 import torch
@@ -30,6 +36,7 @@ class ShownGradients:
         opened: whether it adds up all of them, in a buffer that `open` was given.
         fresh: parameters for which it did so since the last `collect`.
         earlier: how many of these before the backward under way.
+        empty: numbers of those that came without a gradient to an opened buffer, in which that cannot be seen.
     """
 
     def __init__(self, flat: Flat, first_small: int) -> None:
@@ -37,6 +44,7 @@ class ShownGradients:
         self.opened = False
         self.fresh: list[nn.Parameter] = []
         self.earlier = 0
+        self.empty: list[int] = []
         self._direct: dict[int, tuple[int, Tensor | None]] = {}  # by id of parameter, since hashing one is slow
         self._views: list[Tensor] = []  # of the buffer that was opened
         self._collected: tuple[list[nn.Parameter], list[int], list[Tensor | None]] = [], [], []
@@ -51,6 +59,7 @@ class ShownGradients:
             name, real = self._flat.index.entries[number].name, type(view) is Tensor
             parameter.grad = self._zeroable(HeldGradient.over(view, name, unreadable)) if real else view
             self._let_in(parameter, number, parameter.grad)
+            parameter.register_hook(partial(_note_empty, self.empty, number))
 
     def listen(self, parameters: Sequence[nn.Parameter]) -> None:
         """Show the gradients of these parameters, which stand for those of the flat.
@@ -76,11 +85,12 @@ class ShownGradients:
         held.zeroed = self._zeroed
         return held
 
-    def collect(self) -> tuple[list[int], dict[int, Tensor]]:
+    def collect(self) -> tuple[list[int], Collection[int], dict[int, Tensor]]:
         """Take over what autograd has added up itself since the last call.
 
         Returns:
-            the numbers of the parameters in the order of gradients; and these by number, if they are in no buffer.
+            the numbers of the parameters that came, in their order; which of them have a gradient; and the gradients by
+            number, if they are in no buffer.
         """
         with torch._C.DisableTorchFunctionSubclass():  # asking each parameter takes half the time so
             # Without those that were frozen after the forward, which autograd passed over.
@@ -92,19 +102,28 @@ class ShownGradients:
                 self._collected = fresh, numbers, held
             gradients = list(map(SHOWN, fresh))
             if not self.opened:
-                # None was taken away by the user meanwhile; what came twice is one sum.
-                found = {number: each for number, each in zip(numbers, gradients, strict=True) if each is not None}
-                for parameter, number, shown in zip(fresh, numbers, held, strict=True):
-                    if number in found:
+                found = {}
+                for parameter, number, each, shown in zip(fresh, numbers, gradients, held, strict=True):
+                    # None came, or the user took it away meanwhile; what came twice is one sum.
+                    if each is not None and each is not shown:
+                        found[number] = each
                         self._show(parameter, number, shown)
-                return list(found), found
+                return numbers, found.keys(), found
             if not all(map(is_, gradients, held)):
                 for parameter, number, each, shown in zip(fresh, numbers, gradients, held, strict=True):
                     # Autograd has put its own there; or it is None, taken away by the user: `discarded` is to find it.
                     if each is not shown and each is not None:
                         self._views[number].add_(each.detach())
                         self._show(parameter, number, shown)
-        return numbers, {}
+        return numbers, self._filled(numbers), {}
+
+    def _filled(self, numbers: Sequence[int]) -> Collection[int]:
+        """Those of the numbers to whose gradients autograd has added, at least once."""
+        if not self.empty:
+            return numbers
+        filled = Counter(numbers) - Counter(self.empty)
+        self.empty.clear()
+        return filled.keys()
 
     def begin(self) -> None:
         """A backward begins: what was zeroed before the first of a step was of no gradient."""
@@ -130,6 +149,7 @@ class ShownGradients:
     def forget(self) -> None:
         """Drop the gradients that autograd accumulated and no `collect` took over."""
         self.fresh.clear()
+        self.empty.clear()
 
     def refuse_late(self) -> None:
         """Refuse what autograd has added to gradients that are on their way to other ranks.
@@ -137,8 +157,9 @@ class ShownGradients:
         Raises:
             PlanError: with the name of a parameter.
         """
-        if self.opened and self.fresh:
-            name = self._flat.index.entries[self._direct[id(self.fresh[0])][0]].name
+        if self.opened and len(self.fresh) > len(self.empty):
+            numbers = [self._direct[id(parameter)][0] for parameter in self.fresh]
+            name = self._flat.index.entries[min(self._filled(numbers))].name
             raise PlanError(
                 f"Autograd added to the gradient of '{name}' once more after the backward of its block, when all "
                 f"gradients of the block had come and were on their way to the other replicas. The backward of an "
@@ -176,6 +197,11 @@ class ShownGradients:
                 )
         self._zeroed.clear()
         return gone, zeroed
+
+
+def _note_empty(empty: list[int], number: int, gradient: Tensor | None) -> None:
+    if gradient is None:
+        empty.append(number)
 
 
 def unreadable(name: str) -> PlanError:

@@ -60,7 +60,7 @@ class BufferedGradients:
         shown: what `p.grad` of its parameters is.
         rooms: where functions may make gradients themselves.
         first_small: the number from which on autograd adds gradients up itself ([Note: small parameters]).
-        arrived: per parameter, whether its gradient came in the backward under way, as far as that was collected.
+        arrived: per parameter, whether its gradient, or None, came in the backward under way, as far as collected.
         written: per parameter, whether it got a gradient since the last reduction.
         written_in_step: per parameter, whether it got a gradient since the last update.
     """
@@ -105,14 +105,14 @@ class BufferedGradients:
         if not self.shown.fresh:
             return
         earlier = self.shown.earlier
-        (numbers, found), self.shown.earlier = self.shown.collect(), 0
+        (numbers, filled, found), self.shown.earlier = self.shown.collect(), 0
         if found:
             self._take(found)
         if not earlier and len(found) == len(self.written) - self.first_small:
             for flags in (self.arrived, self.written, self.written_in_step):
                 flags[self.first_small :] = b"\1" * len(found)
             return
-        for number in numbers:
+        for number in filled:
             self.written[number] = self.written_in_step[number] = 1
         for number in numbers[earlier:]:
             self.arrived[number] = 1
@@ -135,12 +135,18 @@ class BufferedGradients:
             self.written[number] = self.written_in_step[number] = 0
         return found
 
-    def receive(self, number: int, gradient: torch.Tensor) -> None:
+    def receive(self, number: int, gradient: torch.Tensor | None) -> None:
         """Take in the gradient of parameter `number`, adding to what came since the last reduction.
+
+        Args:
+            gradient: None where autograd has come to the parameter without any, which leaves it unwritten.
 
         Raises:
             PlanError: a sparse gradient.
         """
+        self.arrived[number] = 1
+        if gradient is None:
+            return
         if gradient.layout is not torch.strided:
             name = self.flat.index.entries[number].name
             raise PlanError(
@@ -155,7 +161,7 @@ class BufferedGradients:
         else:
             view.copy_(gradient)
         self.rooms.complete(number, view)
-        self.arrived[number] = self.written[number] = self.written_in_step[number] = 1
+        self.written[number] = self.written_in_step[number] = 1
 
     def widen(self) -> None:
         """Keep sums over several backwards in fp32 from now on ([Note: fp32 accumulation])."""

@@ -119,8 +119,8 @@ class Expected:
         self._past: list[list[bytes]] | None = None
 
     def learn(self) -> None:
-        """A step is over: expect from the next every parameter that got a gradient in any step so far."""
-        written = [[bytes(g.written_in_step) for g in gradients] for gradients in self._gradients]
+        """A step is over: expect from the next every parameter that came in any step so far, if without a gradient."""
+        written = [[either(bytes(g.written_in_step), bytes(g.arrived)) for g in of_unit] for of_unit in self._gradients]
         if self._past is not None and written != self._past:
             units = zip(self._past, written, strict=True)
             written = [[either(a, b) for a, b in zip(before, now, strict=True)] for before, now in units]
@@ -128,7 +128,7 @@ class Expected:
 
     @property
     def never_written(self) -> list[str] | None:
-        """Names of the parameters that got no gradient in any step so far; None before the first step."""
+        """Names of the parameters to which no backward came in any step so far; None before the first step."""
         if self._past is None:
             return None
         every = [g for gradients in self._gradients for g in gradients]
