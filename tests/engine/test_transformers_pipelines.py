@@ -39,6 +39,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("BertConfig", BERT),
     "mixtral": ("MixtralConfig", {**EXPERTS, "num_local_experts": 4}),
     "qwen3-moe": ("Qwen3MoeConfig", {**EXPERTS, "num_experts": 4, "moe_intermediate_size": 12, "head_dim": 6}),
+    "llama4": ("Llama4TextConfig", {**LLAMA, "num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 6,
+                                    "intermediate_size_mlp": 20, "pad_token_id": 0}),
 }  # fmt: skip
 
 
@@ -103,7 +105,7 @@ def whole(pool: Pool, name: str) -> Any:
     return pool.run(trained, 1, name, 1)[0]
 
 
-@pytest.mark.parametrize("name", by_default(CONFIGS, "gpt2", "llama-yarn", "qwen3-moe"))
+@pytest.mark.parametrize("name", by_default(CONFIGS, "gpt2", "llama-yarn", "qwen3-moe", "llama4"))
 def test_a_model_on_meta_is_cut_and_trains_as_in_one_process(pool: Pool, name: str) -> None:
     losses, weights, _, _ = whole(pool, name)
     values = constants(model_of(name, "cpu"))
@@ -118,7 +120,7 @@ def test_a_model_on_meta_is_cut_and_trains_as_in_one_process(pool: Pool, name: s
         assert here < weights.keys()
 
 
-@pytest.mark.parametrize("name", by_default(["gpt2", "llama"], "llama"))
+@pytest.mark.parametrize("name", by_default(["gpt2", "llama", "llama4"], "llama"))
 def test_weights_from_a_file(pool: Pool, tmp_path: Path, name: str) -> None:
     """A model on meta that is given the weights of one on the CPU is that model."""
     path = tmp_path / "model.safetensors"

@@ -47,7 +47,8 @@ def on_stages(model: nn.Module, example: Any, batch: Any, firsts: Sequence[int],
     stages = []
     for first, last in pairwise([*firsts, 10**6]):
         stage = copy.deepcopy(model)
-        chain = Chain(stage, lambda stage=stage: run(stage, example))  # type: ignore[misc]
+        forward = lambda stage=stage: run(stage, example)  # type: ignore[misc]  # noqa: E731
+        chain = Chain(stage, forward, device=torch.device("cpu"))
         _remove(chain, first, last)
         stages.append((chain, stage))
     torch.manual_seed(7)

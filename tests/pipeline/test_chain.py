@@ -22,6 +22,7 @@ from pipeline.chains import (
     whole,
 )
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from zeroshard.errors import ModelError, PlanError
 from zeroshard.pipeline.chain import Chain
@@ -585,3 +586,32 @@ class Pooling(nn.Module):
 def test_a_layer_that_is_read_and_not_called_is_where_it_is_read() -> None:
     chain = check_all_cuts(Pooled(), ((torch.randn(2, 3, 4),), (torch.randn(3, 3, 4),)))
     assert "head.attention.out_proj.weight" in chain.layers[-1].parameters
+
+
+class Asking(Plain):
+    """Asks modules where their inputs belong, and needs values of what it moves there (Llama 4)."""
+
+    def forward(self, tokens: Tensor, step: int = 0) -> Tensor:
+        tokens = tokens.to(self.embed.weight.device)
+        x = self.embed(tokens[:, :-1])
+        places = torch.arange(x.shape[1], device=next(self.parameters()).device)
+        places = places.to(self.blocks[0].up.weight.device).to(self.blocks[2].up.weight.device)
+        assert (places.diff() == 1).all()
+        logits = self.head(self.body(x, step).to(self.head.weight.device))
+        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].to(self.head.weight.device).flatten())
+
+
+def test_modules_of_other_stages_say_where_their_inputs_belong() -> None:
+    example, more = (batch(0, 0, 1, 2),), (batch(1, 0, 1, 3),)
+    check_all_cuts(Asking(), (example, more))
+    with torch.device("meta"):
+        model = Asking()
+    chain = Chain(model, lambda: model(*example), device=torch.device("cpu"))
+    assert [list(layer.parameters) for layer in (chain.layers[0], chain.layers[-1])] == [
+        ["embed.weight"],
+        ["head.weight"],
+    ]
+    assert all(parameter.is_meta for parameter in model.parameters())
+    entering = chain.boundary(3, lambda: model(*more))
+    assert (entering.shape, entering.device.type) == ((3, 5, 10), "cpu")
+    assert all(parameter.is_meta for parameter in model.parameters())

@@ -80,7 +80,7 @@ class Chain:
         model: wholly on the meta device, or wholly real.
         forward: runs the model on an example microbatch that is where the model is, down to the loss.
         blocks: names or classes of the blocks; by default the children of a `Sequential`, or the repeated blocks.
-        device: where the example is, if the model is on meta and it is not ([Note: probing without weights]).
+        device: where microbatches are, if the model or a part of it is on meta ([Note: probing without weights]).
 
     Attributes:
         model: as given.
@@ -102,7 +102,7 @@ class Chain:
     ) -> None:
         self._paths: dict[nn.Module, str] = {module: path for path, module in model.named_modules()}
         _refuse_mixture(model)
-        self.model = model
+        self.model, self._device = model, device
         found = _blocks(model, blocks)
         self._passage: _Passage | None = None
         self._probe: Probe | None = None
@@ -171,7 +171,8 @@ class Chain:
             hidden = hidden.clone()  # a leaf of autograd, or a message, must not be written
         passage = self._passage = _Passage(first, last, hidden, entered, Bypass() if bypass is None else bypass)
         try:
-            with self._before_hooks(first, last), stand_in(self.frames, _is_absent):
+            on_device = self.placeholders.on_device(self.model, self._device)
+            with self._before_hooks(first, last), stand_in(self.frames, _is_absent), on_device:
                 output = forward()
         except _Left as left:
             return left.hidden
@@ -338,7 +339,7 @@ class Chain:
         with ExitStack() as stack:
             stack.enter_context(all_trainable(model))
             if apart and device is not None:
-                stack.enter_context(without_weights(model, frames, probe, self._learned, device))
+                stack.enter_context(without_weights(model, probe, self._learned, device))
             changed = stack.enter_context(unchanged(model))
             uses = BufferUses(module for module in self._paths if module not in self._learned)
             probe.on_phase = uses.look
@@ -390,7 +391,8 @@ class Chain:
             for module in layer.modules:
                 deep = module in self._number_of
                 for parameter in module.parameters(recurse=deep):
-                    layer.parameters[names[parameter]] = parameter
+                    own = probe.stands_for.get(parameter, parameter)
+                    layer.parameters[names[own]] = own
         return layers
 
     def _phases(self, gate: Gate, probe: Probe) -> set[int]:

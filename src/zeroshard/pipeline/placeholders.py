@@ -24,6 +24,7 @@ class Placeholders:
     def __init__(self) -> None:
         self._known: dict[Any, _Flat] = {}
         self._recorded: dict[Any, tuple[list[Any], _Flat]] = {}
+        self._on_meta: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] | None = None
 
     def record(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Note what a real call returned; used where the module cannot run on the meta device."""
@@ -31,12 +32,30 @@ class Placeholders:
         self._recorded[_key(module, args, kwargs)] = shapes, tree_flatten(tree_map(_shape_of, output))
 
     def forget(self) -> None:
-        """Find all shapes anew: the dtypes of parameters have changed."""
+        """Find all shapes anew: the dtypes of parameters have changed, and which of them are on meta."""
         self._known.clear()
+        self._on_meta = None
 
     def drop(self, module: nn.Module) -> None:
         """What a module returned when it was recorded is no longer what it returns."""
         self._recorded = {key: shapes for key, shapes in self._recorded.items() if key[0] != id(module)}
+
+    @contextmanager
+    def on_device(self, model: nn.Module, device: torch.device | None) -> Iterator[None]:
+        """Let parameters on meta be NaN on `device`: the code around the modules may ask them where inputs belong."""
+        if self._on_meta is None:
+            sites = ((m, name, p) for m in model.modules() for name, p in m._parameters.items() if p is not None)
+            self._on_meta = [
+                (m, name, p, _absent(p, device)) for m, name, p in sites if device is not None and p.is_meta
+            ]
+        sites_now = [site for site in self._on_meta if site[0]._parameters.get(site[1]) is site[2]]
+        for module, name, _, absent in sites_now:
+            module._parameters[name] = absent
+        try:
+            yield
+        finally:
+            for module, name, parameter, _ in sites_now:
+                module._parameters[name] = parameter
 
     def of(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, writable: bool = False) -> Any:
         """A placeholder for the output of `forward(*args, **kwargs)`.
@@ -203,10 +222,15 @@ def stand_in(
     own = ((frame, name, p) for frame in frames for name, p in frame._parameters.items())
     named = [(frame, name, p) for frame, name, p in own if p is not None and elsewhere(p)]
     for frame, name, parameter in named:
-        absent = torch.full((), math.nan, dtype=parameter.dtype, device=device or parameter.device)
-        frame._parameters[name] = nn.Parameter(absent.expand(parameter.shape), requires_grad=False)
+        frame._parameters[name] = _absent(parameter, device or parameter.device)
     try:
         yield
     finally:
         for frame, name, parameter in named:
             frame._parameters[name] = parameter
+
+
+def _absent(parameter: nn.Parameter, device: torch.device | None) -> nn.Parameter:
+    """NaN in the shape of a parameter, in the memory of one element."""
+    value = torch.full((), math.nan, device=device).to(parameter.dtype)
+    return nn.Parameter(value.expand(parameter.shape), requires_grad=False)

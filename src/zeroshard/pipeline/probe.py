@@ -142,12 +142,13 @@ class Probe:
         taken = tree_map(_to_meta, (args, kwargs))
         self._apart = True
         try:
-            try:
-                output = gate.original(*taken[0], **taken[1])
-            except Exception:  # of whatever kind: it asks for a value, or has a tensor that is not on meta
-                taken = args, kwargs
-                with _random_weights(gate.module, self._device, self.stands_for):
-                    output = gate.original(*args, **kwargs)
+            with _own_parameters(gate.module, self.stands_for):
+                try:
+                    output = gate.original(*taken[0], **taken[1])
+                except Exception:  # of whatever kind: it asks for a value, or has a tensor that is not on meta
+                    taken = args, kwargs
+                    with _random_weights(gate.module, self._device, self.stands_for):
+                        output = gate.original(*args, **kwargs)
         finally:
             self._apart = False
         open_up(output, gate, (args, kwargs))
@@ -212,24 +213,20 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 
 @contextmanager
-def without_weights(
-    model: nn.Module, frames: set[nn.Module], probe: Probe, whole: set[nn.Module], device: torch.device
-) -> Iterator[None]:
-    """Let the frames of a model on meta run on `device`: placeholders for their parameters, ones in all buffers there.
+def without_weights(model: nn.Module, probe: Probe, whole: set[nn.Module], device: torch.device) -> Iterator[None]:
+    """Let the frames of a model on meta run on `device`: placeholders for all parameters, ones in their buffers.
 
     Args:
         whole: modules that run on meta with all that is inside of them.
     """
     with ExitStack() as undo:
         for module in model.modules():
-            if module in whole:
-                continue
-            for name, parameter in module.named_parameters(recurse=False) if module in frames else ():
+            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
                 values = torch.full((), math.nan, device=device).to(parameter.dtype).expand(parameter.shape)
                 absent = nn.Parameter(values, requires_grad=parameter.requires_grad)
                 probe.stands_for[absent] = parameter
                 _swap(undo, module._parameters, name, absent)
-            for name, buffer in module.named_buffers(recurse=False):
+            for name, buffer in module.named_buffers(recurse=False) if module not in whole else ():
                 if buffer.is_meta:
                     _swap(undo, module._buffers, name, torch.ones_like(buffer, device=device))
         undo.enter_context(saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing))
@@ -308,6 +305,17 @@ def _placeholder(leaf: Any, device: torch.device | None) -> Any:
 
 def _to_meta(leaf: Any) -> Any:
     return leaf.to("meta") if isinstance(leaf, Tensor) else leaf
+
+
+@contextmanager
+def _own_parameters(module: nn.Module, stands_for: dict[Any, nn.Parameter]) -> Iterator[None]:
+    """Give a module on meta its own parameters in the place of those that stand for them, for a while."""
+    with ExitStack() as undo:
+        for part in module.modules():
+            for name, absent in list(part._parameters.items()):
+                if absent in stands_for:
+                    _swap(undo, part._parameters, name, stands_for[absent])
+        yield
 
 
 @contextmanager
