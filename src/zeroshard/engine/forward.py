@@ -27,11 +27,12 @@ from zeroshard.memory.ledger import Ledger
 from zeroshard.parameters.writes import Writes
 from zeroshard.parts.embeddings import make_rows_alone
 from zeroshard.parts.late_updates import LateUpdates
-from zeroshard.parts.weights import Weights
+from zeroshard.parts.weights import ABSENT, Weights
 from zeroshard.precision.clash import explain_clash
 from zeroshard.units import values_of
 from zeroshard.units.hooks import Hook, listen, outside, place_of
 from zeroshard.units.tensors import tensors_in, with_tensors
+from zeroshard.units.transforms import absent_in_transform, explain_transform, transforming
 from zeroshard.zero import Gatherer, PassKind
 
 
@@ -105,6 +106,17 @@ class Forward:
         yield
         self._gatherer.done(unit, computed_again=True)
 
+    def transformed(self, unit: int) -> bool:
+        """Whether a module of a unit runs inside of a transform of `torch.func`, as without an engine.
+
+        Raises:
+            PlanError: the unit is on other ranks.
+        """
+        found = transforming()
+        if found and any(part.weights.residence in ABSENT for part in self._parts.of_units[unit]):
+            raise absent_in_transform(self._parts.units[unit].label)
+        return found
+
     def leaving(self, output: Any, unit: int | None = None) -> Any:
         """A module's output, with copies of the tensors that lie in a buffer about to be emptied.
 
@@ -143,8 +155,12 @@ class Forward:
                 module.register_forward_pre_hook(outside(wait), prepend=True)
 
     def _enter_model(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        self._backward.forget_interrupted()
+        cast = self._precision.cast_inputs
         begins, began = False, self._late.background.now()
+        if self.transformed(self._root):
+            self._open.append((None, begins, began))
+            return cast(args), cast(kwargs)
+        self._backward.forget_interrupted()
         self._late.entering(self._root, trains=torch.is_grad_enabled())
         if not (self.writes.allowed or self._open):
             self.writes.reconcile()
@@ -167,7 +183,6 @@ class Forward:
             hooks = HooksOfForward(*self.hooks)
             hooks.__enter__()
         self._open.append((hooks, begins, began))
-        cast = self._precision.cast_inputs
         return cast(args), cast(kwargs)
 
     def _leave_model(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -175,6 +190,7 @@ class Forward:
             return None  # entering it has failed
         if output is None and (error := sys.exc_info()[1]) is not None:
             explain_clash(error, module, self._precision)
+            explain_transform(error)
         hooks, begins, began = self._open.pop()
         if hooks is not None:
             hooks.__exit__(None, None, None)
@@ -191,7 +207,8 @@ class Forward:
                 self._gatherer.done(unit)
             self._visitors.clear()
             self._gatherer.end()
-        listen(output, self._backward.on_output_gradient)
+        if not transforming():
+            listen(output, self._backward.on_output_gradient)
         return output
 
     def _pack(self, tensor: torch.Tensor) -> Any:
@@ -271,13 +288,15 @@ class _Watch:
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Gather the unit before its forward, and free it once the backward has come to its inputs."""
+        if self.forward.transformed(self.unit):
+            return
         self.forward.need(self.unit)
         if torch.is_grad_enabled() and not self.gatherer.inside(PassKind.BACKWARD):
             listen((args, kwargs), self._leave, first=True)
 
     def before_owner(self, module: nn.Module, args: Any) -> None:
         """Gather it before the forward of a module that holds one of its parameters."""
-        if not torch.compiler.is_dynamo_compiling():
+        if not torch.compiler.is_dynamo_compiling() and not self.forward.transformed(self.unit):
             self.forward.need(self.unit)
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any = None) -> Any:
@@ -285,6 +304,8 @@ class _Watch:
 
         What it only hands on (T5's relative positions) gets its gradient when the unit's backward is over.
         """
+        if transforming():
+            return None
         if self.gatherer.inside(PassKind.BACKWARD):
             self.gatherer.done(self.unit, computed_again=True)
             return None

@@ -1,21 +1,23 @@
-"""A call of a model, with an explanation of dtypes that do not fit."""
+"""A call of a model, with an explanation of dtypes that do not fit, and of transforms inside of it."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from zeroshard.precision.clash import raise_clash
+from zeroshard.units.transforms import raise_transform
 
 
 def call(model: Any, *args: Any, **kwargs: Any) -> Any:
     """The output of a model.
 
     Raises:
-        ModelError: a module computed with tensors of different dtypes.
+        ModelError: a module computed with tensors of different dtypes, or by a transform that hooks do not reach.
     """
     try:
         return model(*args, **kwargs)
     except (RuntimeError, ValueError) as error:
         raise_clash(error)
+        raise_transform(error)
         raise
 
 

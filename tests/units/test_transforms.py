@@ -1,0 +1,167 @@
+"""Transforms of `torch.func` around a model of an engine, and inside of its forward."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from pool import Pool
+from torch import Tensor, nn
+from torch.func import functional_call, grad, jvp, vmap
+
+import zeroshard as zs
+
+SCRIPTED = pytest.mark.filterwarnings("ignore:.torch.jit.script. is:DeprecationWarning")  # by torch, for jvp
+
+Call = Callable[[Any, nn.Module, Tensor], Tensor]
+
+
+class Model(nn.Module):
+    """[B, 4] -> the mean of squares, after blocks that are units of their own."""
+
+    def __init__(self, inner: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)) for _ in range(2))
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.inner:
+            x = grad(lambda y: y.square().sum())(x)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return x.square().mean()
+
+
+def parameters(model: nn.Module) -> dict[str, Tensor]:
+    return dict(model.named_parameters())
+
+
+def ones(model: nn.Module) -> dict[str, Tensor]:
+    return {name: torch.ones(p.shape) for name, p in model.named_parameters()}
+
+
+SCALE = torch.tensor(1.5)
+CALLS: dict[str, Call] = {
+    "grad": lambda e, m, x: grad(lambda p: functional_call(m, p, x))(parameters(m))["first.weight"],
+    "grad of each row": lambda e, m, x: vmap(grad(lambda p, row: functional_call(m, p, row[None])), in_dims=(None, 0))(
+        parameters(m), x
+    )["first.weight"],
+    "jvp": lambda e, m, x: jvp(lambda p: functional_call(m, p, x), (parameters(m),), (ones(m),))[1],
+    "jvp of a block": lambda e, m, x: jvp(m.blocks[0], (x,), (x,))[1],  # type: ignore[index]
+    "vmap": lambda e, m, x: vmap(lambda row: e(row[None]))(x),
+    "grad around the engine": lambda e, m, x: grad(lambda scale: e(x * scale))(SCALE),
+    "jvp around the engine": lambda e, m, x: jvp(lambda scale: e(x * scale), (SCALE,), (SCALE,))[1],
+    "functional_call": lambda e, m, x: functional_call(m, ones(m), x),
+}
+
+
+def build(inner: bool = False) -> Model:
+    torch.manual_seed(0)
+    return Model(inner)
+
+
+def engine_of(mesh: zs.Mesh, inner: bool = False, **settings: Any) -> zs.Engine:
+    plan = zs.Plan(**settings)
+    return zs.Engine(build(inner), lambda ps: torch.optim.SGD(ps, lr=0.1), plan, mesh=mesh)
+
+
+def batch() -> Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+
+
+def expected(calls: list[str]) -> list[Any]:
+    model, x = build(), batch()
+    found: list[Any] = [CALLS[name](model, model, x).detach().tolist() for name in calls]
+    return [*found, model(x).item()]
+
+
+@SCRIPTED
+def outcomes(mesh: zs.Mesh, gathered: bool, settings: dict[str, Any]) -> list[Any]:
+    """What each call gives, or its error; and the loss of a step of training afterwards."""
+    engine, found, x = engine_of(mesh, **settings), [], batch()
+    with engine.gathered() if gathered else nullcontext():
+        for call in CALLS.values():
+            try:
+                found.append(call(engine, engine.model, x).detach().tolist())
+            except zs.PlanError as error:
+                found.append(str(error))
+    loss = engine(x)
+    engine.backward(loss)
+    engine.step()
+    return [*found, loss.item()]
+
+
+def same(found: Any, right: Any) -> bool:
+    return torch.allclose(torch.tensor(found), torch.tensor(right), rtol=1e-5, atol=1e-7)
+
+
+@SCRIPTED
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_transforms_of_whole_weights_give_what_they_give_of_a_plain_model(pool: Pool, zero: int) -> None:
+    right = expected(list(CALLS))
+    for found in pool.run(outcomes, 2, zero == 3, {"zero": zero, "transport": "network"}):
+        assert [name for name, one, two in zip([*CALLS, "loss"], found, right, strict=True) if not same(one, two)] == []
+
+
+@SCRIPTED
+def test_transforms_of_sliced_weights_are_refused_with_the_way_out(pool: Pool) -> None:
+    right = expected(list(CALLS))
+    for found in pool.run(outcomes, 2, False, {"zero": 3, "transport": "network"}):
+        answers = dict(zip([*CALLS, "loss"], found, strict=True))
+        assert same(answers.pop("functional_call"), right[-2]) and same(answers.pop("loss"), right[-1])
+        assert all("with engine.gathered():" in answer for answer in answers.values())
+        named = [name for name, answer in answers.items() if "A transform of torch.func" in answer]
+        assert named == [name for name in CALLS if name not in ("jvp", "functional_call")]
+        assert "unit 'blocks.0'" in answers["jvp of a block"] and "'first.weight' was read" in answers["jvp"]
+
+
+def train_vectorised(mesh: zs.Mesh, zero: int) -> list[float]:
+    """Losses of steps whose forward is vectorised over rows."""
+    engine, found = engine_of(mesh, zero=zero, transport="network"), []
+    for _ in range(3):
+        with engine.gathered() if zero == 3 else nullcontext():
+            loss = vmap(lambda row: engine(row[None]))(batch()).mean()
+            engine.backward(loss)
+        engine.step()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_a_vectorised_forward_trains_as_a_plain_loop(pool: Pool, zero: int) -> None:
+    model, right = build(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        loss = vmap(lambda row: model(row[None]))(batch()).mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        right.append(loss.item())
+    assert right[2] < right[0]
+    for found in pool.run(train_vectorised, 2, zero):
+        assert found == pytest.approx(right, rel=1e-5)
+
+
+def refusals(mesh: zs.Mesh) -> list[str]:
+    """Transforms that meet functions of the engine."""
+    inside = engine_of(mesh, inner=True, zero=3, transport="network")
+    recomputed = engine_of(mesh, recompute="blocks")
+    calls: list[Callable[[], Any]] = [
+        lambda: inside(batch()),
+        lambda: CALLS["vmap"](recomputed, recomputed.model, batch()),
+    ]
+    found = []
+    for call in calls:
+        with pytest.raises(zs.ModelError) as caught:
+            call()
+        found.append(str(caught.value))
+    return found
+
+
+def test_transforms_that_meet_functions_of_the_engine_are_refused(pool: Pool) -> None:
+    for inside, around in pool.run(refusals, 2):
+        assert "called in the forward of a model" in inside and "Use zero=2" in inside
+        assert "engine.state_dict()" in around and "recompute" in around
