@@ -2,7 +2,7 @@
 
     python benchmarks/estimates.py [--quick] [--deepspeed-python PYTHON] [--json FILE] [--markdown FILE]
 
-Every run is real: one or two processes over gloo on this machine's CPUs, a small model, three steps. Its peak is that
+Every run is real: one or two processes over gloo on this machine's CPUs, a small model, a few steps. Its peak is that
 of all bytes that torch's allocator gave out, from before the model was made, on each rank. Each predictor is called by
 its own interface, and compared twice: with the bytes that it claims to estimate, and with the whole peak.
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-STEPS = 3  # from the second on all are alike
+STEPS, STAGED, STREAMED = 3, 6, 8  # steps of a run, the last of which are alike; with stages and without a flush
 ROWS, TOKENS = 4, 128  # of a rank and step
 NARROW, WIDE, TALL = (1024, 128, 4, 4), (16384, 256, 4, 4), (1024, 128, 4, 6)  # vocabulary, width, heads, layers
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -76,6 +76,12 @@ class Run:
     def optimizer_of(self, parameters: Any) -> torch.optim.Optimizer:
         """The optimizer."""
         return OPTIMIZERS[self.optimizer](parameters)
+
+    @property
+    def steps(self) -> int:
+        """Steps to take: buffers of lent weights are made until a few loans are under way."""
+        plan = self.zeroshard_plan() if self.engine == "zeroshard" else None
+        return STREAMED if plan and plan.streams else STAGED if plan and plan.pipelined else STEPS
 
     def zeroshard_plan(self) -> Any:
         """The plan."""
@@ -229,7 +235,7 @@ def measure(run: Run) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as heard:
         step, states = ENGINES[run.engine](run)
-        for _ in range(STEPS):
+        for _ in range(run.steps):
             step()
     changes: list[tuple[int, int, int]] = []
     waiting = list(heard.profiler.kineto_results.experimental_event_tree())
