@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -159,3 +160,24 @@ def test_the_model_is_one_of_listed_experts_and_some_never_get_tokens() -> None:
     before, (_, after) = build({}).state_dict(), plain((), "adamw", 2)
     keys = [f"blocks.0.experts.{number}.0.weight" for number in range(EXPERTS)]
     assert [torch.equal(before[key], after[key]) for key in keys] == [False, True, False, False]
+
+
+def resume(mesh: zs.Mesh, folder: str) -> bool:
+    """Whether a new engine goes on from a checkpoint as the engine that wrote it, bit for bit."""
+    plan = zs.Plan(**TWO, zero=2, transport="network")
+    make = lambda: zs.Engine(build({}), OPTIMIZERS["adamw"], plan, mesh=mesh, loss=lambda output, _: output)  # noqa: E731
+    first = make()
+    for step in range(2):
+        first.train_step(batch(step, mesh.rank))
+    first.save(folder)
+    second = make()
+    second.load(folder)
+    for engine in (first, second):
+        for step in range(2, STEPS):
+            engine.train_step(batch(step, mesh.rank))
+    states = second.state_dict()
+    return all(torch.equal(value, states[name]) for name, value in first.state_dict().items())
+
+
+def test_a_run_with_experts_that_have_no_optimizer_states_yet_is_resumed(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(resume, 2, str(tmp_path / "saved")) == [True, True]
