@@ -38,7 +38,7 @@ TOY = {  # words behind the name of each script; KEPT is a file for its figures
     "asynchronous.py": "--rounds 1 --seconds 0.2 --factors 1 --step-ms 5 --json KEPT",
     "before_after.py": "HEAD --rows overhead/1/zero0/8x1 --pairs 1 --steps 1",
     "checkpoints.py": "--toy --only saves --rounds 1 --pairs 1 --every 1 --precisions fp32 --json KEPT",
-    "estimates.py": "--quick --rounds 1 --only 'bf16, zero 3' --json KEPT",
+    "estimates.py": "--quick --rounds 1 --only 'schedule 1f1b' --json KEPT",
     "gist.py": "losses --steps 2 --width 16 --layers 1 --json KEPT",
     "gpu/offload.py": "--cpu --steps 1 --engines optimizer,parameters --json KEPT",
     "gpu/single.py": "--cpu --rounds 1 --steps 1 --models gpt2-try --engines loop,zero3 --json KEPT",
