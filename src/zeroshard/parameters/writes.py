@@ -5,10 +5,14 @@ time, as in PyTorch. Else the authoritative values are in a slice, an fp32 maste
 outside of `engine.gathered()` would be lost or repeated by N ranks, and is refused: at once for `p.data = values`, else
 in the next forward or step. A module that casts its own weights in its forward
 (`self.router = self.router.to(torch.float32)`) changes no value: the cast lasts until the next step, and its gradient
-goes to the weights in the dtype in which they are kept.
+goes to the weights in the dtype in which they are kept. A module that limits its own weights in its forward
+(`self.weight.data.clamp_(-1, 1)`) writes alike on every rank, and a repetition changes nothing: the values go to slices
+and master weights at once.
 """
 
 import warnings
+from collections.abc import Mapping
+from functools import partial
 from itertools import chain
 from typing import Any, Protocol
 
@@ -18,7 +22,7 @@ from torch import Tensor, nn
 from zeroshard.errors import PlanError
 from zeroshard.parts.part import Part, Parts
 from zeroshard.parts.weights import Residence
-from zeroshard.units import Unreadable, kinds_for, set_values, values_of
+from zeroshard.units import ForwardAlias, Unreadable, kinds_for, set_values, values_of
 
 GATHERED = "Change parameters inside `with engine.gathered():`, on every rank alike or with gathered(writer=0)."
 
@@ -79,7 +83,11 @@ class Writes:
                 with torch._C.DisableTorchFunctionSubclass():
                     return Unreadable.of(parameter, self._name(part, number), self._unreadable)
             self.fetch([parameter])
-        return part.flat.alias(number)
+        alias = part.flat.alias(number)
+        if self._passes.running and not self.allowed and part.lost is not None and type(alias) is Tensor:
+            alias.__class__ = ForwardAlias
+            alias.limit = partial(self._limit, part, number)  # type: ignore[attr-defined]
+        return alias
 
     def fetch(self, parameters: list[nn.Parameter], reads: bool = True) -> None:
         """Wait for arriving parameters; to read values inside a forward or backward, gather all others too.
@@ -189,6 +197,17 @@ class Writes:
         flat = part.flat
         if flat.edits != part.edits or (part.weights.sliced and flat.written_while_absent()):
             raise PlanError(f"A parameter of {flat.label} was written while {reason}. {GATHERED}")
+
+    def _limit(self, part: Part, number: int, function: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Limit the elements of a parameter, in slices and master weights too; see [Note: writes]."""
+        values = part.flat.alias(number)
+        limited = getattr(values.clone(), function)(*args, **kwargs)
+        if torch.equal(limited, values):
+            return
+        foreign = part.flat.edits != part.edits  # written otherwise before, which is still to be refused
+        values.copy_(limited)
+        if not foreign:
+            part.keep_what_was_written()
 
     def _cast(self, part: Part, number: int, parameter: nn.Parameter, values: Tensor) -> None:
         set_values(parameter, values)

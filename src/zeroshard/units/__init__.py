@@ -8,11 +8,12 @@ from zeroshard.units.find import Unit, find_units
 from zeroshard.units.flat import Flat, is_small
 from zeroshard.units.index import Entry, Index
 from zeroshard.units.norm import norm_of, wide_norm
-from zeroshard.units.watched_parameters import HeldGradient, Unreadable, kinds_for, set_values, values_of
+from zeroshard.units.watched_parameters import ForwardAlias, HeldGradient, Unreadable, kinds_for, set_values, values_of
 
 __all__ = [
     "Entry",
     "Flat",
+    "ForwardAlias",
     "HeldGradient",
     "Index",
     "Unit",

@@ -42,6 +42,8 @@ _HARMLESS = frozenset(
     torch._has_compatible_shallow_copy_type,
 }
 
+# Written by functions of each element alone, whose second call changes nothing.
+LIMITS = frozenset({"clamp_", "clamp_min_", "clamp_max_", "clip_", "relu_", "abs_", "nan_to_num_", "round_"})
 _CONVERTING = frozenset(getattr(Tensor, name) for name in ("to", "cpu", "cuda", "float", "half", "bfloat16", "double"))
 _SETTING = VALUES.__set__
 
@@ -162,6 +164,28 @@ def values_of(parameter: Tensor) -> Tensor:
 def set_values(parameter: Tensor, values: Tensor) -> None:
     """Torch's own `parameter.data = values`."""
     VALUES.__set__(parameter, values)
+
+
+class ForwardAlias(Tensor):
+    """What `p.data` is inside of a forward where a write would be lost: limits on its elements go to the engine.
+
+    Attributes:
+        limit: carries out a function of `LIMITS`, given as its name and arguments, on the parameter.
+    """
+
+    limit: Callable[[str, tuple[Any, ...], Mapping[str, Any]], None]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        with torch._C.DisableTorchFunctionSubclass():
+            alone = isinstance(args[0], ForwardAlias) if args else False
+            if name in LIMITS and alone and not any(_leaves((args[1:], kwargs or {}))):
+                args[0].limit(name, args[1:], kwargs or {})
+                return args[0]
+            return func(*args, **(kwargs or {}))
 
 
 class Unreadable(Tensor):
