@@ -20,7 +20,7 @@ def check_ranks(plan: Plan, ranks: int) -> None:
     replicas = plan.pipeline.replicas
     if replicas is not None:
         needed = sum(replicas) * plan.tensor.ranks
-        if ranks != needed:
+        if ranks % needed:  # of a multiple, other techniques may let several work together
             several = f" times {LAYERS}={plan.tensor.ranks}" if plan.tensor.ranks > 1 else ""
             raise PlanError(f"replicas={replicas}{several} needs {needed} ranks and there are {ranks}; start as many.")
         return
