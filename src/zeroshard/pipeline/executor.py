@@ -24,7 +24,7 @@ from zeroshard.parts.replay import Replay, Replays
 from zeroshard.parts.steps import Backwards, Run, Updates
 from zeroshard.pipeline.bypass import Bypass
 from zeroshard.pipeline.chunks import Chunks
-from zeroshard.pipeline.messages import Entering, Messages, Shape
+from zeroshard.pipeline.messages import Entering, Messages, Shape, widened
 from zeroshard.pipeline.stage import Stage
 from zeroshard.pipeline.tied_weights import TiedWeights
 from zeroshard.schedule import Action, Kind, Schedule
@@ -231,7 +231,8 @@ class Executor:
             bypass = Bypass(self._entering(first, j).beside.unpack(flight.beside[0]))
         with self._deferring(flight), self.random_numbers.microbatch(self._parts[j].rows):
             listener = self._chunks.early.listener(action)
-            return stage.chain.run(first, last, forward, flight.hidden, listener, bypass), bypass
+            output = stage.chain.run(first, last, forward, flight.hidden, listener, bypass)
+            return output if self._is_last(chunk) else widened(output, self._shape(last, j)[1]), bypass
 
     def _deferring(self, flight: _Flight) -> AbstractContextManager[None]:
         """Leave weight gradients to a microbatch's store, in its forward and in what its backward computes again."""

@@ -273,3 +273,13 @@ def _weight(chunk: int, j: int) -> str:
 
 def _label(name: str, size: Sequence[int]) -> str:
     return f"{name} {list(size)}"
+
+
+def widened(output: Tensor, dtype: torch.dtype) -> Tensor:
+    """An activation in the dtype in which the next stage expects it, which torch.autocast may have narrowed.
+
+    Nothing is lost: the next layer narrows it again, and so is its gradient. Shapes are found on the meta device, which
+    has no autocast.
+    """
+    narrowed = torch.is_autocast_enabled(output.device.type) and output.dtype.itemsize < dtype.itemsize
+    return output.to(dtype) if narrowed else output
