@@ -33,6 +33,7 @@ from zeroshard.tensor.trial import (
 )
 
 KNOWN = ("transformers.models.", "zeroshard.train.gpt")  # whose blocks mix positions in attention alone
+BETWEEN = ("_deepstack_process",)  # methods of their models that add features of images between blocks
 MIXING_NORMS = ("BatchNorm", "GroupNorm", "InstanceNorm")
 POSITIONS, MOST_VALUES = 4, 3
 TOLERANCE = 1e-5
@@ -67,6 +68,9 @@ def why_whole_sequences(
     held = list(modules[path]._modules.values())
     if len(set(held)) < len(held):
         return "a block stands in it more than once, and sequences are cut before the first and joined after the last"
+    owner = modules[path.rpartition(".")[0]]
+    if any(hasattr(owner, method) for method in BETWEEN):
+        return "the model adds features of images to some positions between the blocks"
     if not any(name.startswith(f"{block}.") for block in blocks for name in names):
         return "no attention in it is split, so that its input need not be [B, T, D]"
     seen: dict[Any, str] = {}
