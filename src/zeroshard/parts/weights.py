@@ -115,8 +115,8 @@ def withhold(weights: Weights, finish: Callable[[], None], spans: int = 0) -> bo
     Returns:
         False where uses cannot be seen, so that the caller must finish at once.
     """
-    if weights.sliced:
-        return True  # they are absent between uses, and gathers wait for `update`
+    if weights.sliced or type(weights.full) is not torch.Tensor:
+        return True  # they are absent between uses, and gathers wait for `update`; a rehearsal has no values to read
     if weights.flat.kinds is None or _seen_elsewhere(weights, spans):
         return False
     weights.residence, weights.awaits = Residence.ARRIVING, finish
