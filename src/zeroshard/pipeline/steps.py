@@ -102,12 +102,12 @@ class PipelineOrder:
 
     def flush(self) -> None:
         """Finish the microbatches in flight; all stages then have weights that saw the same microbatches."""
-        if self.fed:
-            self._compare_batches()
         rest = self.stage.pipeline.rest(self.stage.rank, self.fed)
         self.executor.run(rest)
         self.executor.restart()
         self.executor.messages.finish()
+        if self.fed:
+            self._compare_batches()  # not before: a rank may wait for what another receives in its rest
         self.fed = 0
 
     def reloaded(self) -> None:
