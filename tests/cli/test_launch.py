@@ -207,7 +207,7 @@ WRONG = [
     ((*SLURM, "--workdir", ""), "workdir is ''"),
     ((*SLURM, "--memory", "lots"), "memory is 'lots'"),
     ((*SLURM, "--nodes", "0"), "nodes is 0"),
-    ((*SLURM, "--gpus-per-node", "-1"), "gpus_per_node is -1"),
+    ((*SLURM, "--gpus-per-node", "-1"), "--gpus-per-node is -1"),
     ((*SLURM, "--gpus-per-node", "2", "--processes-per-node", "2"), "each GPU has one process"),
     (("slurm", "--time", "90"), "time is '90'"),
     (("slurm", "--time", "00:03:00"), "grace is 120 of the 180 seconds"),

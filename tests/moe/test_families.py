@@ -84,7 +84,7 @@ def compare(model: Any, step: int = 0) -> None:
     assert abs(loss - expected[0]) <= 1e-6 * expected[0].abs()
     largest = max(gradient.abs().max() for gradient in expected[1].values())
     for name, gradient in expected[1].items():
-        assert (gradients[name] - gradient).abs().max() <= 1e-6 * largest, name
+        assert (gradients[name] - gradient).abs().max() <= 5e-6 * largest, name
     assert without_gradients(model) == missing
 
 

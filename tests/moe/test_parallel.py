@@ -15,7 +15,6 @@ from selection import by_default
 
 import zeroshard as zs
 from moe.mixed import EXPERTS, HIDDEN, WIDTH, batch, build, engine_of, follow, follow_all, optimizer, plain, take
-from zeroshard.errors import ModelError
 from zeroshard.moe import technique
 from zeroshard.moe.byte_formulas import balanced as balanced_formula
 from zeroshard.moe.byte_formulas import states_of
@@ -428,13 +427,6 @@ def test_memory_of_states_is_that_of_the_formula(pool: Pool, ranks: int, experts
             assert held["optimizer states"] == wanted.optimizer_states
 
 
-def outside(mesh: zs.Mesh) -> str:
-    """Why a mixture cannot lie outside of the units of a pipeline."""
-    with pytest.raises(ModelError) as error:
-        engine_of(mesh, {**STACKED, "blocks": 3}, {**STAGES, "units": ("blocks.0", "blocks.1")})
-    return str(error.value)
-
-
-def test_a_mixture_outside_of_the_units_of_a_pipeline_is_refused_by_name(pool: Pool) -> None:
-    for text in pool.run(outside, 2):
-        assert "'blocks.2.mixture.experts.statistics" in text and "keep them on one stage with split=(...)" in text
+def test_a_mixture_outside_of_the_units_of_a_pipeline_trains_like_one_process(pool: Pool) -> None:
+    model, plan = {**STACKED, "blocks": 3}, {**STAGES, "units": ("blocks.0", "blocks.1"), "transport": "network"}
+    same([answer[0] for answer in pool.run(follow_all, 2, [(model, plan)], STEPS)], model, plan, 1)

@@ -168,7 +168,10 @@ class Forecast:
         memories = [(comm.shared.memory, comm.mesh.ranks) for comm in engine.comms if comm.shared is not None]
         found = list(reachable([engine, batch]))
         tracker.off_device = off_device_of(found)
-        for tensor in (each for each in found if isinstance(each, torch.Tensor)):
+        tensors = (each for each in found if isinstance(each, torch.Tensor))
+        for tensor in (
+            each for each in tensors if each.layout is torch.strided
+        ):  # others are placeholders of gradients
             sharers = next((ranks for memory, ranks in memories if memory.is_common(tensor)), 1)
             if tensor.untyped_storage().nbytes() > ADDRESSES:
                 tracker.share(tensor, tensor.untyped_storage().nbytes() + 1)
