@@ -169,9 +169,7 @@ class Forecast:
         found = list(reachable([engine, batch]))
         tracker.off_device = off_device_of(found)
         tensors = (each for each in found if isinstance(each, torch.Tensor))
-        for tensor in (
-            each for each in tensors if each.layout is torch.strided
-        ):  # others are placeholders of gradients
+        for tensor in (each for each in tensors if each.layout is torch.strided):  # else placeholders of gradients
             sharers = next((ranks for memory, ranks in memories if memory.is_common(tensor)), 1)
             if tensor.untyped_storage().nbytes() > ADDRESSES:
                 tracker.share(tensor, tensor.untyped_storage().nbytes() + 1)
