@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from zeroshard.errors import (
     BatchError,
     BudgetExceeded,
+    BudgetExceededElsewhere,
     CheckpointError,
     CheckpointWarning,
     CommError,
@@ -93,6 +94,7 @@ __all__ = [
     "AsynchronousTrainer",
     "BatchError",
     "BudgetExceeded",
+    "BudgetExceededElsewhere",
     "CheckpointError",
     "CheckpointWarning",
     "Checkpoints",

@@ -81,7 +81,7 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r'none\.json does not exist; give "bytes"'):
+    with pytest.raises(ConfigError, match=r'none\.json, which does not exist; give "bytes"'):
         load_tokenizer(str(tmp_path / "none.json"))
 
 
