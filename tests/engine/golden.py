@@ -1,4 +1,4 @@
-"""The golden file: what about fifty plans do to the bit and to the byte, written down, so that a change shows.
+"""The golden file: what about eighty plans do to the bit and to the byte, written down, so that a change shows.
 
     PYTHONPATH=src:tests python tests/engine/golden.py [NAME ...]    write it anew: a commit of its own, with its reason
 
@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import astuple
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -36,6 +37,16 @@ STREAMED = {"offload": "optimizer,parameters", "zero": 3, **NETWORK}
 TWO = {"pipeline_parallel": 2, "microbatches": 4, "pipeline_parallel.balance": "parameters"}
 LATE = {"offload.delayed_update": True, "offload.delayed_warmup": 1}
 FP16 = {"precision": "fp16", "loss_scale.initial": 2.0**20}  # which overflows first
+TENSOR = {"tensor_parallel": 2, "zero": 0, **NETWORK}
+ALONE = {**TENSOR, "tensor_parallel.sequence": False}
+EXPERTS = {"expert_parallel": 2, "zero": 1, **NETWORK}
+UPDATERS: dict[str, Callable[..., Any]] = {
+    **OPTIMIZERS,
+    "adafactor": partial(zs.optim.Adafactor, lr=1e-2),
+    "sm3": partial(zs.optim.SM3, lr=1e-2),
+    "muon": lambda parameters: zs.optim.Muon(parameters, lr=1e-2),
+    "adam8bit": partial(zs.optim.AdamW8bit, lr=1e-2),
+}
 
 Case = tuple[int, str, str, dict[str, Any]]  # ranks, model, optimizer, plan
 CASES: dict[str, Case] = {
@@ -137,6 +148,28 @@ CASES: dict[str, Case] = {
             "pipeline_parallel.virtual_stages": 2,
         },
     ),
+    "2-tensor": (2, "Attending", "adamw", {**TENSOR, "clip_norm": 0.5}),
+    "2-tensor-alone": (2, "AttendingTied", "adamw", {**ALONE, "precision": "bf16", "microbatches": 2}),
+    "2-tensor-partitioned": (2, "Attending", "sgd", {**ALONE, "activations.partition": True, "recompute": "blocks"}),
+    "2-tensor-states": (2, "Attending", "adamw", {**TENSOR, **STATES, "zero": 1}),
+    "4-tensor-zero3": (4, "AttendingTied", "adamw", {**TENSOR, "zero": 3, "recompute": "selective"}),
+    "4-tensor-1f1b": (4, "Attending", "adamw", {**TENSOR, **TWO, "zero": 1, "recompute": "blocks"}),
+    "2-experts": (2, "Mixing", "adamw", {**EXPERTS, "clip_norm": 0.5}),
+    "2-experts-zero3": (2, "MixingTied", "sgd", {**EXPERTS, "zero": 3, "microbatches": 2}),
+    "4-experts-1f1b": (4, "Mixing", "adamw", {**EXPERTS, **TWO}),
+    "1-blocks": (1, "Five", "adamw", {"zero": 0, "recompute": "blocks", "activations.arena": True}),
+    "1-sqrt": (1, "Deep", "sgd", {"zero": 0, "recompute": "sqrt"}),
+    "1-selective": (1, "Attending", "adamw", {"zero": 0, "recompute": "selective", "precision": "bf16"}),
+    "1-compressed": (1, "Five", "adamw", {"zero": 0, "activations.compress": ("sparse", "fp8")}),
+    "1-compressed-int4": (1, "Five", "adamw", {"zero": 0, "activations.compress": ("int4",)}),
+    "2-exact": (2, "Dropped", "adamw", {"zero": 2, **NETWORK, "rng": "exact", "recompute": "blocks"}),
+    "2-chunked": (2, "ChunkedTied", "adamw", {"zero": 3, **NETWORK, "loss_chunk": 3}),
+    "2-overlap": (2, "Plain", "adamw", {"zero": 2, **NETWORK, "overlap_gather": True}),
+    "2-adafactor": (2, "Plain", "adafactor", {"zero": 2, **NETWORK, "clip_norm": 0.5}),
+    "3-sm3": (3, "Tied", "sm3", {"zero": 3, **NETWORK}),
+    "2-muon": (2, "Plain", "muon", {"zero": 1, **NETWORK, "microbatches": 2}),
+    "2-adam8bit": (2, "Deep", "adam8bit", {"zero": 2, **NETWORK}),
+    "2-states-1f1b": (2, "Five", "adamw", {**TWO, **STATES, "zero": 1}),
 }
 
 
@@ -181,7 +214,7 @@ def record(mesh: zs.Mesh, name: str, folder: str) -> dict[str, Any]:
 
 
 def _engine(mesh: zs.Mesh, model: str, optimizer: str, plan: zs.Plan, seed: int) -> zs.Engine:
-    make: Callable[..., Any] = OPTIMIZERS[optimizer]
+    make = UPDATERS[optimizer]
     example = (batch(0, 0, 1, 1), 0) if plan.pipelined else None
     return zs.Engine(
         *(build(model, seed), lambda all: make([p for p in all if p.requires_grad]), plan), mesh=mesh, example=example
