@@ -17,13 +17,14 @@ from zeroshard.engine import Engine
 from zeroshard.errors import ConfigError, PlanError
 from zeroshard.pipeline.policy import Pipeline
 from zeroshard.plan import SEARCHED, Plan
+from zeroshard.planner.predict.rehearse import by_cause
 from zeroshard.planner.predict.result import Found
 from zeroshard.platform.rehearsed import Rehearsal
 from zeroshard.report import write_report
 from zeroshard.traffic import UPDATE, Purpose
 from zeroshard.train import planning
 from zeroshard.train.config import TrainConfig
-from zeroshard.train.forecast import Forecast, ForecastComparison, Measured, stalls_of
+from zeroshard.train.forecast import Forecast, ForecastComparison, Measured
 from zeroshard.train.gpt import SIZES, GPTConfig
 from zeroshard.train.options import parse
 from zeroshard.train.planning import plan_ahead
@@ -202,7 +203,7 @@ def measured(**given: Any) -> Measured:
 
 def test_stalls_are_shown_beside_the_prediction() -> None:
     planned = prediction(causes={"compute": 0.3, "host link": 0.1, "host update": 0.02}, host={"gradients": GIB})
-    stalls = stalls_of({Purpose.GRADIENTS_DOWN: 0.03, Purpose.PARAMETERS_UP: 0.04, UPDATE: 0.05})
+    stalls = by_cause({Purpose.GRADIENTS_DOWN: 0.03, Purpose.PARAMETERS_UP: 0.04, UPDATE: 0.05})
     assert stalls == {"host link": pytest.approx(0.07), "host update": 0.05}
     for causes in ({}, {"compute": 0.3, **stalls}):  # on a GPU other causes cannot be told apart
         found = ForecastComparison(planned, measured(causes=causes, stalls=stalls, host={"gradients": GIB}), "", 20)

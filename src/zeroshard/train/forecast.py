@@ -19,7 +19,7 @@ from zeroshard.engine import Engine
 from zeroshard.memory import Disk, HostMemory
 from zeroshard.pipeline.cluster import format_size
 from zeroshard.planner.predict.memory_tracker import Tracker
-from zeroshard.planner.predict.rehearse import CAUSES
+from zeroshard.planner.predict.rehearse import by_cause
 from zeroshard.planner.predict.result import TEMPORARIES, Prediction
 from zeroshard.planner.search.text import seconds as time_text
 from zeroshard.platform import accelerator
@@ -123,7 +123,7 @@ class Forecast:
         if self._tracker is None and TIMED <= number <= self.last:
             took = time.perf_counter() - began, time.process_time() - cpu
             self._times.append((*took, self._optimizing, self._engine.seconds_waiting))
-            self._stalls.append(stalls_of(self._engine.exposed))
+            self._stalls.append(by_cause(self._engine.exposed))
         if self._tracker is not None and number == self._tracked:
             self._memory = self._tracker.peak.snapshot
             self._stop_tracking()
@@ -347,15 +347,6 @@ def off_device_of(found: Sequence[Any]) -> Callable[[torch.Tensor], bool]:
             made = [value for value in state.values() if isinstance(value, torch.Tensor)]
             states |= {value.untyped_storage()._cdata for value in made if value.dim()}
     return elsewhere
-
-
-def stalls_of(exposed: Mapping[str, float]) -> dict[str, float]:
-    """Exposed seconds by the planner's causes."""
-    found: dict[str, float] = {}
-    for cause, seconds in exposed.items():
-        name = CAUSES.get(cause, str(cause))
-        found[name] = found.get(name, 0.0) + seconds
-    return found
 
 
 def reachable(roots: list[Any]) -> Iterator[Any]:

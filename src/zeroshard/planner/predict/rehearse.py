@@ -259,7 +259,7 @@ class _Run:
             engine.ledger.snapshot(),
             phases,
             {str(row.purpose): (row.measured_elements, row.measured_bytes, row.calls) for row in engine.traffic()},
-            _by_cause(clock.spent),
+            by_cause(clock.spent),
             self._pipeline,
             tuple(trace.actions),
             engine.split,
@@ -284,7 +284,7 @@ class _Run:
                 self._last = time.process_time()
                 engine.train_step(self._batch)
                 self._tick()
-            spent = _by_cause({cause: seconds for cause, seconds in clock.spent.items() if cause != "aside"})
+            spent = by_cause({cause: seconds for cause, seconds in clock.spent.items() if cause != "aside"})
             steps.append((sum(spent.values()), spent, self._each(), tuple(trace.actions)))
         _, spent, each, spans = sorted(steps, key=lambda step: step[0])[len(steps) // 2]
         return replace(tracked, spent=spent, each=each, spans=spans)
@@ -301,7 +301,7 @@ class _Run:
         if self._timed:
             self._tick()
         wire = {str(purpose): count.nbytes for purpose, count in self.engine.sent_so_far.items()}
-        self._marks.append(Each(_by_cause(self._clock.spent), wire))
+        self._marks.append(Each(by_cause(self._clock.spent), wire))
 
     def _each(self) -> Each | None:
         """The cost from the start of the second microbatch to that of the third: the first finds other buffers."""
@@ -391,7 +391,7 @@ class Rates:
         return "between" if leaves else "inside"
 
 
-def _by_cause(spent: Mapping[str, float]) -> dict[str, float]:
+def by_cause(spent: Mapping[str, float]) -> dict[str, float]:
     """Seconds by the planner's causes, which have copies between tiers as one."""
     found: dict[str, float] = {}
     for cause, seconds in spent.items():
