@@ -8,7 +8,15 @@ from zeroshard.units.find import Unit, find_units
 from zeroshard.units.flat import Flat, is_small
 from zeroshard.units.index import Entry, Index
 from zeroshard.units.norm import norm_of, wide_norm
-from zeroshard.units.watched_parameters import ForwardAlias, HeldGradient, Unreadable, kinds_for, set_values, values_of
+from zeroshard.units.watched_parameters import (
+    ForwardAlias,
+    HeldGradient,
+    Unreadable,
+    below_autograd,
+    kinds_for,
+    set_values,
+    values_of,
+)
 
 __all__ = [
     "Entry",
@@ -18,6 +26,7 @@ __all__ = [
     "Index",
     "Unit",
     "Unreadable",
+    "below_autograd",
     "find_units",
     "is_small",
     "kinds_for",

@@ -166,6 +166,11 @@ def set_values(parameter: Tensor, values: Tensor) -> None:
     VALUES.__set__(parameter, values)
 
 
+def below_autograd() -> bool:
+    """Whether a dispatch mode's handler is running, such as torch.compile's, which expects plain tensors."""
+    return bool(torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality))
+
+
 class ForwardAlias(Tensor):
     """What `p.data` is inside of a forward where a write would be lost: limits on its elements go to the engine.
 
