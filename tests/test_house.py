@@ -21,18 +21,20 @@ FLOORS = {
     **dict.fromkeys(("errors", "version", "memory"), 0),  # the ground, up to comm
     "platform": 0.3,  # memory and transports of one machine, real or rehearsed
     "comm": 0.6,
-    "native": 0.9,  # C++ kernels, for every room above
+    "kernels": 0.9,  # C++ for every room above
     **dict.fromkeys(("units", "schedule", "checkpoint"), 1),  # the backbones; files and boxes
+    **dict.fromkeys(("autograd", "replay", "planning"), 1.2),  # seams between techniques and torch, or the planner
     "parts": 1.3,  # protocols through which techniques reach the engine
+    "step": 1.4,  # one step, from the sum of gradients to the update
     "rng": 1.5,  # numbers that any technique may draw
     "optim": 1.6,  # torch.optim over flats, on which updaters of other rooms stand
     **dict.fromkeys(("zero", "precision", "pipeline"), 2),  # the techniques, which never import each other
     **dict.fromkeys(("parameter_server", "offload", "activations", "losses"), 2),
     "tensor": 2.2,  # stands on losses
     "moe": 2.3,  # tokens of split layers are divided too
-    "parameters": 2.5,  # parameters in the user's hands
+    "access": 2.5,  # parameters in the user's hands
     "plan": 3,
-    "checks": 3.5,  # settings and models that are refused, with the way out
+    "validation": 3.5,  # settings and models that are refused, with the way out
     "engine": 4,
     "interop": 4.5,
     "resilience": 4.5,
@@ -364,7 +366,7 @@ def test_the_table_of_floors_is_that_of_this_test() -> None:
     assert floors_table() in (SOURCE.parents[1] / "CONTRIBUTING.md").read_text()
 
 
-ENGINE_LINES, ENGINE_CONDITIONS = 2900, 75
+ENGINE_LINES, ENGINE_CONDITIONS = 6500, 75  # of the engine with its satellites, `step` and `parts`
 ATTRIBUTES, METHODS = 16, 12
 TECHNIQUES = (  # words of techniques, and of the attributes that hold their objects
     r"offload|host\b|disk|stage|pipeline|version|stash|tied|stream|shared|zero|precision|rehears|expert|context_|below"
@@ -399,7 +401,7 @@ def conditions(tree: ast.AST, inside: bool = False) -> Iterator[str]:
 
 def test_the_engine_is_small_and_seldom_asks_for_a_technique() -> None:
     engine = [module for module in house() if module.part == "engine"]
-    lines = sum(len(module.text.splitlines()) for module in engine)
+    lines = sum(len(module.text.splitlines()) for module in house() if module.part in ("engine", "step", "parts"))
     found = [f"{module.name}: {text}" for module in engine for text in conditions(module.tree)]
     assert lines <= ENGINE_LINES, lines
     assert len(found) <= ENGINE_CONDITIONS, "\n" + "\n".join(found)

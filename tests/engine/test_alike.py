@@ -11,7 +11,7 @@ from pool import Pool
 from torch import nn
 
 import zeroshard as zs
-from zeroshard.checks import alike
+from zeroshard.validation import alike
 
 WIDTH = 8
 

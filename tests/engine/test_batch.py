@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zeroshard.errors import BatchError
-from zeroshard.parts.batch import loss_in, microbatches
 from zeroshard.precision.call import call_with
+from zeroshard.step.batch import loss_in, microbatches
 
 
 class Pair(NamedTuple):

@@ -14,9 +14,9 @@ from pool import copies
 from torch import nn
 
 import zeroshard as zs
-from zeroshard.checks.refused import check_machine, is_refusal
 from zeroshard.comm.mesh import Mesh
 from zeroshard.errors import BudgetExceeded
+from zeroshard.validation.refused import check_machine, is_refusal
 
 MIB = 2**20
 ROOMS = (96, 200, 400, 700)  # MiB above what the process has

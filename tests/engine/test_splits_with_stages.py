@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import zeroshard as zs
+from zeroshard.autograd.deferred_gradients import WeightGradients
 from zeroshard.engine import policies
-from zeroshard.parts.deferred_gradients import WeightGradients
 from zeroshard.parts.technique import NewAxis
 
 STEPS, ROWS, WIDTH = 4, 8, 10

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import zeroshard as zs
 from zeroshard.errors import BatchError
-from zeroshard.parts.batch import loss_of
+from zeroshard.step.batch import loss_of
 
 transformers = pytest.importorskip("transformers")
 SGD = partial(torch.optim.SGD, lr=0.1)

@@ -9,9 +9,9 @@ from torch import nn
 
 from moe.mixed import EXPERTS, Mixed
 from zeroshard.moe.choice import SharingExperts, mixtures_of
-from zeroshard.parts.choice import Mixtures, States
 from zeroshard.plan import Plan
 from zeroshard.planner.predict.states import Sizes, least_bytes
+from zeroshard.planning.questions import Mixtures, States
 
 DENSE, SHARED, RANKS = 400, 600, 8
 STATES = States(DENSE + SHARED, 0, 300, optimizer_state=8, slices=RANKS)

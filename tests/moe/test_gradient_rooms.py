@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 import zeroshard as zs
 from moe.large_tensors import made_by
 from moe.routings import TopRouter
+from zeroshard.autograd.gradient_slot import Lent, offer_slot, slot_of
 from zeroshard.engine.backward import Backward
 from zeroshard.errors import PlanError
-from zeroshard.parts.gradient_room import Lent, offer_room, room_of
 from zeroshard.zero.gradient_rooms import GradientRooms
 
 WIDTH, E = 48, 8  # stacks of more elements than small parameters have
@@ -170,7 +170,7 @@ def test_rooms_go_with_their_parameters() -> None:
             return None
 
     parameter, room = nn.Parameter(torch.zeros(2)), Room()
-    assert room_of(parameter) is None
-    offer_room(parameter, room)
-    assert room_of(parameter) is room and room_of(nn.Parameter(torch.zeros(2))) is None
+    assert slot_of(parameter) is None
+    offer_slot(parameter, room)
+    assert slot_of(parameter) is room and slot_of(nn.Parameter(torch.zeros(2))) is None
     assert not vars(parameter)

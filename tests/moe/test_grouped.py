@@ -5,13 +5,13 @@ import torch
 from torch import nn
 
 from moe.routings import routing_of
+from zeroshard.autograd.deferred_gradients import WeightGradients, leaving_to
 from zeroshard.errors import ModelError
 from zeroshard.moe.activations import activation_of
 from zeroshard.moe.dispatch import gather_gates, gather_rows, order_of
 from zeroshard.moe.experts import Experts, weighed
 from zeroshard.moe.grouped import aligned, fits, grouped_rows
 from zeroshard.moe.kernels import ExpertStack, expert_rows
-from zeroshard.parts.deferred_gradients import WeightGradients, leaving_to
 
 
 def stack_of(width: int, hidden: int, bias: bool, transposed: bool, dtype: torch.dtype) -> ExpertStack:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from moe.large_tensors import made_by
 from moe.routings import mixture_by_tokens, routing_of
+from zeroshard.autograd.deferred_gradients import WeightGradients, leaving_to
 from zeroshard.errors import ModelError
 from zeroshard.moe import kernels
 from zeroshard.moe.activations import Activation, Traced, activation_of
@@ -19,7 +20,6 @@ from zeroshard.moe.dispatch import combine, gather_gates, gather_rows, order_of
 from zeroshard.moe.experts import Experts, plain_rows
 from zeroshard.moe.kernels import ExpertStack, check_counts, expert_rows, expert_tokens
 from zeroshard.moe.routing import Routing
-from zeroshard.parts.deferred_gradients import WeightGradients, leaving_to
 
 T, D, H, E = 23, 6, 5, 4
 NAMES = ["relu", "relu_squared", "gelu", "gelu_tanh", "silu"]

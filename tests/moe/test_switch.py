@@ -13,8 +13,8 @@ from transformers.models.switch_transformers import modeling_switch_transformers
 import zeroshard as zs
 from zeroshard.moe.presets import router_of
 from zeroshard.moe.routing import Routing
-from zeroshard.parts.penalties import penalised
 from zeroshard.precision.cast import Precision, keep_in_fp32
+from zeroshard.step.penalties import penalised
 
 TOKENS, WIDTH, EXPERTS = 100, 16, 8
 

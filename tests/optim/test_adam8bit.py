@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import zeroshard as zs
 from zeroshard.errors import OptimizerError
-from zeroshard.native import build
+from zeroshard.kernels import build
 from zeroshard.optim import Adam8bit, AdamW8bit, check_elementwise, tiled
 from zeroshard.optim.host_adam import HostStates, Scalars, adam_update, using
 from zeroshard.optim.moments import Blockwise, code_map

@@ -10,7 +10,7 @@ from optim.equations import gradients_of, run, weights_of
 from torch import Tensor
 
 import zeroshard as zs
-from zeroshard.native import build
+from zeroshard.kernels import build
 from zeroshard.optim import Adafactor, host_adafactor
 from zeroshard.optim.tensor_optimizer import Fused
 

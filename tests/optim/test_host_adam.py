@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.errors import OptimizerError
-from zeroshard.native import build
+from zeroshard.kernels import build
 from zeroshard.optim import host_adam, kernel, tiled
 from zeroshard.optim.host_adam import (
     Blockwise,

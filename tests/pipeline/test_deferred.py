@@ -11,7 +11,7 @@ from engine.models import Plain, batch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zeroshard.parts.deferred_gradients import WeightGradients
+from zeroshard.autograd.deferred_gradients import WeightGradients
 from zeroshard.pipeline import deferred
 from zeroshard.pipeline.deferred import Deferral
 from zeroshard.train.gpt import GPT, GPTConfig

@@ -9,11 +9,11 @@ import pytest
 from zeroshard.errors import PlanError
 from zeroshard.offload import choice as offload
 from zeroshard.offload.policy import Offload
-from zeroshard.parts.choice import Choice, States
-from zeroshard.parts.offers import Fastest, Fewest, Offer, Refused, Site, divisors
 from zeroshard.pipeline import choice as pipeline
 from zeroshard.plan import Plan
 from zeroshard.planner.choices import choices_of
+from zeroshard.planning.offers import Fastest, Fewest, Offer, Refused, Site, divisors
+from zeroshard.planning.questions import Choice, States
 from zeroshard.schedule import Layout, PipelineSchedule
 from zeroshard.schedule.few import few_microbatches, in_flight
 from zeroshard.zero import choice as zero

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from zeroshard.native import build
+from zeroshard.kernels import build
 from zeroshard.parts.zones import DividedActivations, Division
 from zeroshard.rng import draws, layout, philox
 from zeroshard.rng.layout import Stream, UnclearDrawError, divided_layout

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zeroshard.native import build
+from zeroshard.kernels import build
 from zeroshard.rng import philox
 from zeroshard.rng.philox import Elements, blocks, random_bits
 

@@ -16,8 +16,8 @@ import zeroshard as zs
 from zeroshard.comm.collectives import Comm
 from zeroshard.errors import PlanError
 from zeroshard.memory.ledger import Ledger
-from zeroshard.parts.replay import Replay
 from zeroshard.parts.zones import Zone
+from zeroshard.replay.replay import Replay
 from zeroshard.rng import streams
 from zeroshard.rng.streams import RankStreams, equalise
 from zeroshard.tensor.zones import Zones

@@ -1,10 +1,10 @@
 """What tensor parallelism answers the planner, and which groups of ranks it offers to a search."""
 
-from zeroshard.parts.choice import States
-from zeroshard.parts.offers import Site
 from zeroshard.plan import Plan
 from zeroshard.planner.choices import choices_of, schedule_of
 from zeroshard.planner.search.text import short
+from zeroshard.planning.offers import Site
+from zeroshard.planning.questions import States
 from zeroshard.tensor.choice import Splitting, divisions
 from zeroshard.tensor.policy import TensorParallel
 

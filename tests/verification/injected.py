@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from zeroshard.engine import engine as engine_module
 from zeroshard.engine import update as update_module
-from zeroshard.parts.losses import Loss
 from zeroshard.pipeline.tied_weights import _Lent
+from zeroshard.step.losses import Loss
 from zeroshard.tensor import technique as tensor_module
 from zeroshard.tensor.layers import RowForward
 from zeroshard.tensor.overlap import Input

@@ -43,8 +43,8 @@ from zeroshard.activations.stored import Clocks, StoredCosts, measured
 from zeroshard.activations.surroundings import Surroundings
 from zeroshard.activations.waiting import ForwardGraph, KeptSegment, WaitingForwards
 from zeroshard.comm.collectives import Comm
-from zeroshard.parts.steps import StepEnd
 from zeroshard.platform import accelerator
+from zeroshard.step.sequence import StepEnd
 from zeroshard.units.hooks import place_of
 
 NO_BLOCKS: PassKey = (-1,)  # forwards in which no block can be computed again

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.memory.ledger import Category, Ledger
-from zeroshard.parts.generators import PYTHON_AND_NUMPY, GeneratorStates
 from zeroshard.platform import accelerator
+from zeroshard.replay.generators import PYTHON_AND_NUMPY, GeneratorStates
 
 
 class FirstStep:

@@ -37,10 +37,10 @@ from zeroshard.activations.segments import BlockSegment, Call, Region, SavedSlot
 from zeroshard.activations.surroundings import Surroundings
 from zeroshard.comm.collectives import Comm
 from zeroshard.errors import BudgetExceeded
-from zeroshard.parts.generators import ModelDraws, ReachedGenerators, Source, held_by, sources_among
-from zeroshard.parts.replay import Replay
-from zeroshard.parts.results import Using
-from zeroshard.parts.steps import StepEnd
+from zeroshard.replay.generators import ModelDraws, ReachedGenerators, Source, held_by, sources_among
+from zeroshard.replay.replay import Replay
+from zeroshard.replay.results import Using
+from zeroshard.step.sequence import StepEnd
 from zeroshard.units.hooks import outside
 
 CHECKPOINTS = checkpoints.__file__

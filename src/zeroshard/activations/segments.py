@@ -30,10 +30,10 @@ from zeroshard.activations.arenas import CheckpointArena, PlacedCheckpoint
 from zeroshard.activations.keep import Kept
 from zeroshard.activations.surroundings import Surroundings
 from zeroshard.errors import PlanError
-from zeroshard.parts.replay import Replay
-from zeroshard.parts.results import Using
-from zeroshard.parts.samples import OTHER_VALUES, ForwardSamples, agrees
 from zeroshard.platform.accelerator import is_accelerator
+from zeroshard.replay.replay import Replay
+from zeroshard.replay.results import Using
+from zeroshard.replay.samples import OTHER_VALUES, ForwardSamples, agrees
 from zeroshard.units.hooks import place_of
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
@@ -181,7 +181,7 @@ class Region:
         self._contexts = _contexts_now(replay.device)
 
     def once(self, make: Callable[[], Tensor], written: Tensor) -> Tensor:
-        """A result that is made in the forward alone; as `parts.results.KeptResults`."""
+        """A result that is made in the forward alone; as `replay.results.KeptResults`."""
         if not self.saves_sums:
             if (number := self._places.pop(place_of(written), None)) is not None:
                 self.copy_kept(number)

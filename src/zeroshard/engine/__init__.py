@@ -8,8 +8,8 @@ Read `zeroshard.parts` (what hangs on a flat buffer), then `engine`, `build` (wh
 import torch._dynamo  # noqa: F401  (torch imports it with the first optimizer, and then with collections)
 
 from zeroshard.engine.engine import Engine
-from zeroshard.parts.steps import StepResult
 from zeroshard.parts.tables import MemoryTable, TrafficTable
-from zeroshard.parts.trace import Trace
+from zeroshard.step.sequence import StepResult
+from zeroshard.step.trace import Trace
 
 __all__ = ["Engine", "MemoryTable", "StepResult", "Trace", "TrafficTable"]

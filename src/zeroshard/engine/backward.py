@@ -10,12 +10,12 @@ from contextlib import contextmanager
 
 import torch
 
+from zeroshard.autograd.gradient_slot import Lent, RowGradient, goes_straight, offer_slot
 from zeroshard.comm.collectives import Comm
 from zeroshard.engine.build import Assembly
 from zeroshard.errors import PlanError
-from zeroshard.parts.gradient_room import Lent, RowGradient, goes_straight, offer_room
 from zeroshard.parts.gradients import Gradients
-from zeroshard.parts.losses import BY_MEAN, StepLosses
+from zeroshard.step.losses import BY_MEAN, StepLosses
 from zeroshard.zero import PassKind
 from zeroshard.zero.grad_attribute import unreadable
 from zeroshard.zero.reductions import Expected, Reductions
@@ -177,10 +177,10 @@ class Backward:
             receipt = _Receipt(self, gradients, number)
             parameter.register_hook(_Arrival(receipt, parameter))
             parameter.register_post_accumulate_grad_hook(receipt)
-            offer_room(parameter, receipt)
+            offer_slot(parameter, receipt)
 
     def lend(self, gradients: Gradients, number: int) -> Lent | None:
-        """The room of one parameter's gradient; see `parts.gradient_room`."""
+        """The room of one parameter's gradient; see `autograd.gradient_slot`."""
         self.begin()
         if gradients.reduction.in_flight:
             self.reductions.finish()

@@ -11,9 +11,6 @@ from torch import nn
 from zeroshard.activations.make import SaverMeans, saver_of
 from zeroshard.activations.recomputation import Recomputation
 from zeroshard.activations.savers import Savers
-from zeroshard.checks.optimizer_groups import groups_of, refuse_used
-from zeroshard.checks.refused import raise_together
-from zeroshard.checks.whole_tensors import refuse_split
 from zeroshard.comm.collectives import Comm
 from zeroshard.comm.over_budget import begin_engine
 from zeroshard.engine.room_checks import RoomChecks
@@ -28,7 +25,6 @@ from zeroshard.optim import SpanOptimizer, Steps, deal_out, layout_of, spans_of
 from zeroshard.optim.updater import DeviceUpdater, MasterUpdater, Untrained
 from zeroshard.parts.axes import Axes
 from zeroshard.parts.gradients import GradientSum, Reduction
-from zeroshard.parts.late_updates import LateUpdates
 from zeroshard.parts.part import OneVersion, Part, Parts
 from zeroshard.parts.place import DENSE, Axis, Partial, Place, PlaceKind, Split
 from zeroshard.parts.random_numbers import RandomNumbers
@@ -42,8 +38,12 @@ from zeroshard.platform.accelerator import is_accelerator
 from zeroshard.precision.cast import DTYPES, Precision, keep_in_fp32
 from zeroshard.rng.make import random_numbers_of
 from zeroshard.rng.rows import Rows
+from zeroshard.step.late_updates import LateUpdates
 from zeroshard.units import Flat, Unit, is_small
 from zeroshard.units.materialise import Initialiser, Materialiser, seed_of
+from zeroshard.validation.optimizer_groups import groups_of, refuse_used
+from zeroshard.validation.refused import raise_together
+from zeroshard.validation.whole_tensors import refuse_split
 from zeroshard.zero import Accumulation, BufferedGradients, ByChunk, ByPass, Gatherer, Residency
 from zeroshard.zero.arriving import Arrivals, Arriving
 from zeroshard.zero.gradient_buffer import GradientBuffer

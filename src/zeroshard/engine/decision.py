@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from zeroshard.checkpoint.facts import plain, setting
-from zeroshard.parts.clipping import Clipping, clipping_factor
-from zeroshard.parts.steps import StepEnd, Verdict
 from zeroshard.plan import Plan
 from zeroshard.precision.loss_scaling import LossScaler
+from zeroshard.step.clipping import Clipping, clipping_factor
+from zeroshard.step.sequence import StepEnd, Verdict
 
 
 class Decision:

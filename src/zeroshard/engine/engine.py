@@ -14,13 +14,10 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from zeroshard.access.editing import Editing, state_dict_by_unit
+from zeroshard.access.given import LoadedKeys
 from zeroshard.checkpoint import Saving
 from zeroshard.checkpoint.saving import Savings
-from zeroshard.checks.alike import check_alike, check_settings, tied_names
-from zeroshard.checks.arguments import check_arguments, check_options
-from zeroshard.checks.model_checks import check_model, guard
-from zeroshard.checks.refused import raises_budget_exceeded
-from zeroshard.checks.replicas import check_replicas
 from zeroshard.comm.collectives import Comm
 from zeroshard.comm.mesh import Mesh, keep_freed_memory, shared_mesh
 from zeroshard.engine.backward import Backward
@@ -36,13 +33,7 @@ from zeroshard.errors import BatchError, BudgetExceeded, NonFiniteError, PlanErr
 from zeroshard.losses.heads import set_loss_chunk
 from zeroshard.memory.ledger import Ledger
 from zeroshard.optim import BetweenSteps, members_of
-from zeroshard.parameters.editing import Editing, state_dict_by_unit
-from zeroshard.parameters.given import LoadedKeys
 from zeroshard.parts.axes import Axes
-from zeroshard.parts.batch import loss_of
-from zeroshard.parts.losses import Loss, StepLosses
-from zeroshard.parts.penalties import weighing
-from zeroshard.parts.steps import StepOrder, StepResult, Verdict, whole_or_not
 from zeroshard.pipeline.buffers import whole_state_dict
 from zeroshard.pipeline.stage import Stage, make_stage
 from zeroshard.pipeline.steps import PipelineOrder
@@ -50,9 +41,18 @@ from zeroshard.plan import Plan
 from zeroshard.platform.accelerator import is_accelerator
 from zeroshard.precision.call import call_with
 from zeroshard.schedule import Layout, PipelineSchedule
+from zeroshard.step.batch import loss_of
+from zeroshard.step.losses import Loss, StepLosses
+from zeroshard.step.penalties import weighing
+from zeroshard.step.sequence import StepOrder, StepResult, Verdict, whole_or_not
 from zeroshard.traffic import merged
 from zeroshard.units.hooks import Hook
 from zeroshard.units.materialise import Initialiser
+from zeroshard.validation.alike import check_alike, check_settings, tied_names
+from zeroshard.validation.arguments import check_arguments, check_options
+from zeroshard.validation.model_checks import check_model, guard
+from zeroshard.validation.refused import raises_budget_exceeded
+from zeroshard.validation.replicas import check_replicas
 from zeroshard.version import __version__
 
 LossFunction = Callable[[Any, Any], Any]

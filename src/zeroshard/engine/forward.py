@@ -16,23 +16,23 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from zeroshard.access.writes import Writes
 from zeroshard.activations.checkpoint_inputs import HooksOfForward
 from zeroshard.activations.counts import CountedTensor, Stored
 from zeroshard.activations.keep import Kept
-from zeroshard.checks.model_checks import refuse_renormalising
+from zeroshard.autograd.embeddings import make_rows_alone
 from zeroshard.engine.backward import Backward
 from zeroshard.engine.build import Assembly
 from zeroshard.errors import PlanError
 from zeroshard.memory.ledger import Ledger
-from zeroshard.parameters.writes import Writes
-from zeroshard.parts.embeddings import make_rows_alone
-from zeroshard.parts.late_updates import LateUpdates
 from zeroshard.parts.weights import ABSENT, Weights
 from zeroshard.precision.clash import explain_clash
+from zeroshard.step.late_updates import LateUpdates
 from zeroshard.units import values_of
 from zeroshard.units.hooks import Hook, listen, outside, place_of
 from zeroshard.units.tensors import tensors_in, with_tensors
 from zeroshard.units.transforms import absent_in_transform, explain_transform, transforming
+from zeroshard.validation.model_checks import refuse_renormalising
 from zeroshard.zero import Gatherer, PassKind
 
 

@@ -9,18 +9,18 @@ from torch import nn
 
 from zeroshard.comm.mesh import Mesh
 from zeroshard.engine.build import Assembly
-from zeroshard.parts.batch import even_share, uneven_microbatches
-from zeroshard.parts.losses import Loss
 from zeroshard.parts.random_numbers import MicrobatchRows
-from zeroshard.parts.steps import Backwards, Run
 from zeroshard.precision.call import call
 from zeroshard.schedule import Action, Kind, PipelineSchedule, Schedule, verify
 from zeroshard.schedule.run import Interpreter
+from zeroshard.step.batch import even_share, uneven_microbatches
+from zeroshard.step.losses import Loss
+from zeroshard.step.sequence import Backwards, Run
 from zeroshard.traffic import Purpose
 
 
 class OneStage:
-    """Steps over all microbatches of a rank; a `parts.steps.Order`.
+    """Steps over all microbatches of a rank; a `step.sequence.Order`.
 
     Args:
         pipeline: the lists of one stage.

@@ -10,19 +10,19 @@ from zeroshard.activations.make import Means, keeper_of, recomputation_of
 from zeroshard.activations.partition import CheckpointPartition
 from zeroshard.activations.recomputation import Recomputation
 from zeroshard.activations.surroundings import Surroundings
-from zeroshard.checks.division import check_ranks
 from zeroshard.comm.collectives import Comm
 from zeroshard.engine.forward import Forward
 from zeroshard.moe.step_end import MixtureSteps
 from zeroshard.parts.part import Parts
 from zeroshard.parts.place import Axis
-from zeroshard.parts.steps import StepEnd
 from zeroshard.parts.technique import Technique, ranks_together
 from zeroshard.pipeline.policy import Cut
 from zeroshard.pipeline.stage import Stage
 from zeroshard.pipeline.whole import WholeModel
 from zeroshard.plan import Plan
+from zeroshard.step.sequence import StepEnd
 from zeroshard.units.hooks import place_of
+from zeroshard.validation.division import check_ranks
 
 
 def _tensor(plan: Plan) -> Technique | None:

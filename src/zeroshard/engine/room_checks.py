@@ -5,8 +5,6 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from zeroshard.checks.fitting import Fitting
-from zeroshard.checks.refused import check_machine
 from zeroshard.comm.mesh import Mesh
 from zeroshard.errors import BudgetExceeded
 from zeroshard.memory.ledger import Ledger
@@ -17,6 +15,8 @@ from zeroshard.pipeline.whole import WholeModel
 from zeroshard.plan import Plan
 from zeroshard.precision.cast import Precision
 from zeroshard.units import Unit
+from zeroshard.validation.fitting import Fitting
+from zeroshard.validation.refused import check_machine
 from zeroshard.zero import Residency
 from zeroshard.zero.byte_formulas import BytesPerParameter
 

@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import nn
 
+from zeroshard.access.given import GivenWeights, LoadedKeys, check_same, shared
+from zeroshard.access.whole_tensors import WholeTensors
 from zeroshard.checkpoint import (
     Box,
     Meeting,
@@ -29,8 +31,6 @@ from zeroshard.errors import CheckpointError, DamagedError
 from zeroshard.memory.ledger import Ledger
 from zeroshard.optim.restoring import WAY_OUT, Saved, load_states
 from zeroshard.optim.whole_states import elements_of, merged_options, options_of, scalars_of, whole_pieces
-from zeroshard.parameters.given import GivenWeights, LoadedKeys, check_same, shared
-from zeroshard.parameters.whole_tensors import WholeTensors
 from zeroshard.parts.axes import Axes
 from zeroshard.parts.part import Part
 from zeroshard.pipeline.buffers import Buffers, merged_facts

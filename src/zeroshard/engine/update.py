@@ -12,18 +12,18 @@ from functools import partial, reduce
 
 import torch
 
-from zeroshard.checks.alike import Settings, check_settings
+from zeroshard.access.writes import Writes
 from zeroshard.comm.collectives import Comm
 from zeroshard.engine.backward import Backward
 from zeroshard.engine.build import Assembly
 from zeroshard.errors import NonFiniteError, PlanError
-from zeroshard.parameters.writes import Writes
-from zeroshard.parts.agreement import Answer, check_together, written_flags
 from zeroshard.parts.axes import Axes
 from zeroshard.parts.part import Counted, Part
-from zeroshard.parts.same_batches import SameBatches
-from zeroshard.parts.steps import Settled
+from zeroshard.step.agreement import Answer, check_together, written_flags
+from zeroshard.step.same_batches import SameBatches
+from zeroshard.step.sequence import Settled
 from zeroshard.units import wide_norm
+from zeroshard.validation.alike import Settings, check_settings
 from zeroshard.zero.reduce import average
 from zeroshard.zero.reductions import either
 

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
+from zeroshard.autograd.gradient_slot import slot_of
 from zeroshard.errors import BatchError, ModelError, PlanError
 from zeroshard.losses.row_gradients import CrossEntropy
 from zeroshard.losses.vocabulary import WHOLE, Vocabulary
-from zeroshard.parts.gradient_room import room_of
 
 ROWS, NBYTES = 1024, 2**26  # of a chunk by default: so many rows, or more whose logits take so much in fp32
 BLOCK_NBYTES = 2**24  # of a 16-bit product that is added to the gradient of the weight in fp32
@@ -245,7 +245,7 @@ class _Gradients:
 
 def _scaled(made: Tensor, scale: Tensor, dtype: torch.dtype, of: Tensor | None) -> Tensor:
     """The gradient `made` times `scale`: in its own memory, or in the room of the parameter that it is of."""
-    room = None if of is None else room_of(of)
+    room = None if of is None else slot_of(of)
     lent = None if room is None or of is None else room.lend(of)
     if lent is None:
         return made.mul_(scale).to(dtype)

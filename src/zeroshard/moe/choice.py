@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 
 from zeroshard.moe.families import find_experts
-from zeroshard.parts.choice import Choice, Description, Mixtures, Remedy, States
-from zeroshard.parts.offers import divisors
+from zeroshard.planning.offers import divisors
+from zeroshard.planning.questions import Choice, Description, Mixtures, Remedy, States
 
 
 @dataclass(frozen=True)

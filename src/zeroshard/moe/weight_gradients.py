@@ -1,6 +1,6 @@
 """Gradients of stacked weights, made one expert after the other in the memory where they belong.
 
-That is the room which an engine lends (`parts.gradient_room`), or `parameter.grad` if there is one, or one fresh tensor
+That is the slot that an engine lends (`autograd.gradient_slot`), or `parameter.grad` if there is one, or a new tensor
 of the whole stack: never a tensor of the stack's size for each expert, which is what autograd makes of `stack[expert]`.
 What is added to earlier gradients is summed in scratch first, so that it rounds as autograd's own sum does. Experts
 without rows get zeros.
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from zeroshard.parts.gradient_room import reached, room_of
+from zeroshard.autograd.gradient_slot import reached, slot_of
 
 
 class Target:
@@ -24,7 +24,7 @@ class Target:
     """
 
     def __init__(self, parameter: Tensor) -> None:
-        self._parameter, self._room = parameter, room_of(parameter)
+        self._parameter, self._room = parameter, slot_of(parameter)
 
     def gradient(self, weight: Tensor, dtype: torch.dtype, transposed: bool) -> "StackGradient":
         """The gradient, to be made now.

@@ -7,8 +7,8 @@ from math import ceil
 from typing import Any, TypeVar
 
 from zeroshard.offload.policy import KINDS, Offload
-from zeroshard.parts.choice import Choice, Description, Remedy, States
-from zeroshard.parts.offers import Offer, Site, divisors
+from zeroshard.planning.offers import Offer, Site, divisors
+from zeroshard.planning.questions import Choice, Description, Remedy, States
 from zeroshard.schedule import PipelineSchedule
 
 SHARES = (0.25, 0.5, 0.75, 1.0)  # of the parameters whose states are offloaded: the fewest first, as they move

@@ -29,8 +29,8 @@ from zeroshard.offload.host_sum import HostSum
 from zeroshard.offload.host_tiers import HostTiers
 from zeroshard.offload.slices import SlicePiece
 from zeroshard.optim.spans import SpanOptimizer
-from zeroshard.parts.late_updates import LateUpdates, SpeculationCounts
 from zeroshard.parts.weights import Weights, arrived, withhold
+from zeroshard.step.late_updates import LateUpdates, SpeculationCounts
 from zeroshard.traffic import UPDATE, Purpose
 
 WINDOW, MOST_WRONG = 50, 5  # steps that are remembered, and wrong speculations among them, beyond which none begins

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroshard.native import build
+from zeroshard.kernels import build
 from zeroshard.optim.in_memory import is_hollow, on_kernel
 from zeroshard.optim.kernel import BF16, FLAGS, FP16, FP32, NONE
 

@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 from zeroshard.errors import OptimizerError
-from zeroshard.native import build
+from zeroshard.kernels import build
 
 SOURCE = Path(__file__).with_name("host_adam.cpp")
 FLAGS = (

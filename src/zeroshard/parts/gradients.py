@@ -5,7 +5,7 @@ from typing import Protocol
 
 import torch
 
-from zeroshard.parts.gradient_room import LentRooms
+from zeroshard.autograd.gradient_slot import LentRooms
 from zeroshard.parts.planned import Planned, Wire, Work
 from zeroshard.units import Flat
 

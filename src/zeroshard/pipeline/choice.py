@@ -6,9 +6,9 @@ from functools import partial
 from typing import Any, TypeVar
 
 from zeroshard.errors import PlanError
-from zeroshard.parts.choice import Choice, Description, LeftOut, Split, States
-from zeroshard.parts.offers import Fastest, Offer, Refused, Site, divisors
 from zeroshard.pipeline.messages import UNDER_WAY
+from zeroshard.planning.offers import Fastest, Offer, Refused, Site, divisors
+from zeroshard.planning.questions import Choice, Description, LeftOut, Split, States
 from zeroshard.schedule import PipelineSchedule
 
 FASTER: tuple[dict[str, Any], ...] = (

@@ -3,12 +3,12 @@
 from collections.abc import Callable, Mapping
 
 from zeroshard.parts.part import Part, Parts
-from zeroshard.parts.steps import Backwards, Updates
 from zeroshard.pipeline.early_reductions import EarlyReductions
 from zeroshard.pipeline.stage import Stage
 from zeroshard.pipeline.tied_weights import TiedWeights
 from zeroshard.schedule import Action, Kind, Schedule
 from zeroshard.schedule.run import Handler
+from zeroshard.step.sequence import Backwards, Updates
 
 
 class Chunks:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zeroshard.parts.deferred_gradients import LEAVES, WeightGradients, leaving_to, open_store, store_for
+from zeroshard.autograd.deferred_gradients import LEAVES, WeightGradients, leaving_to, open_store, store_for
 
 Sums = Callable[[Tensor, int], Tensor]  # of gradients whose features several ranks hold, along this dimension
 

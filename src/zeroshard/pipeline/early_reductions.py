@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from zeroshard.parts.part import Parts
-from zeroshard.parts.steps import Backwards
 from zeroshard.pipeline.chain import Entered
 from zeroshard.pipeline.stage import Stage
 from zeroshard.schedule import Action, Kind, Schedule
+from zeroshard.step.sequence import Backwards
 
 
 class EarlyReductions:

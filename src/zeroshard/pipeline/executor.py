@@ -14,22 +14,22 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from zeroshard.autograd.deferred_gradients import WeightGradients
 from zeroshard.comm.collectives import Purpose
-from zeroshard.parts.deferred_gradients import WeightGradients
-from zeroshard.parts.losses import Loss
 from zeroshard.parts.part import Parts
-from zeroshard.parts.penalties import weighing
 from zeroshard.parts.random_numbers import MicrobatchRows
-from zeroshard.parts.replay import Replay, Replays
-from zeroshard.parts.steps import Backwards, Run, Updates
 from zeroshard.pipeline.bypass import Bypass
 from zeroshard.pipeline.chunks import Chunks
 from zeroshard.pipeline.messages import Entering, Messages, Shape, widened
 from zeroshard.pipeline.stage import Stage
 from zeroshard.pipeline.tied_weights import TiedWeights
+from zeroshard.replay.replay import Replay, Replays
 from zeroshard.schedule import Action, Kind, Schedule
 from zeroshard.schedule.actions import COMPUTE
 from zeroshard.schedule.run import Handler, Interpreter
+from zeroshard.step.losses import Loss
+from zeroshard.step.penalties import weighing
+from zeroshard.step.sequence import Backwards, Run, Updates
 
 Key = tuple[int, int]  # chunk, microbatch
 

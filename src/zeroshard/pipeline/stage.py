@@ -21,10 +21,8 @@ from zeroshard.comm.collectives import Comm
 from zeroshard.comm.mesh import Mesh, part_of
 from zeroshard.errors import ModelError, PlanError
 from zeroshard.memory.ledger import Category, Ledger
-from zeroshard.parts.losses import means_alone
 from zeroshard.parts.place import Axis
 from zeroshard.parts.planned import Planned
-from zeroshard.parts.steps import Run
 from zeroshard.parts.technique import Technique
 from zeroshard.pipeline.balance import balance
 from zeroshard.pipeline.borrowed import Borrowed
@@ -37,6 +35,8 @@ from zeroshard.pipeline.scattered import Scattered
 from zeroshard.pipeline.whole import DtypeOf, WholeModel
 from zeroshard.schedule import Loan, PipelineSchedule, verify
 from zeroshard.schedule.orders import warm_up
+from zeroshard.step.losses import means_alone
+from zeroshard.step.sequence import Run
 from zeroshard.units import Unit
 from zeroshard.units.hooks import in_place_of
 

@@ -13,11 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from zeroshard.comm.collectives import Purpose
 from zeroshard.errors import BatchError, NonFiniteError, PlanError
-from zeroshard.parts.batch import uneven_microbatches
-from zeroshard.parts.losses import REPORT, LossReport, means_alone
 from zeroshard.parts.part import Parts
-from zeroshard.parts.same_batches import SameBatches
-from zeroshard.parts.steps import Backwards, Decides, Run, Updates
 from zeroshard.pipeline.bypass import NUMBERS, SentValues
 from zeroshard.pipeline.executor import Executor, Microbatch
 from zeroshard.pipeline.messages import Entering
@@ -25,6 +21,10 @@ from zeroshard.pipeline.origins import ReturnedValue
 from zeroshard.pipeline.stage import Stage
 from zeroshard.pipeline.weight_stashing import StashedVersions
 from zeroshard.schedule import Kind
+from zeroshard.step.batch import uneven_microbatches
+from zeroshard.step.losses import REPORT, LossReport, means_alone
+from zeroshard.step.same_batches import SameBatches
+from zeroshard.step.sequence import Backwards, Decides, Run, Updates
 
 LOANS = {Kind.LEND: Purpose.LEND_WEIGHTS, Kind.REPAY: Purpose.REPAY_GRADIENTS}
 LEAVING = (Kind.SEND_FORWARD, Kind.RECEIVE_BACKWARD)  # messages of the activation that leaves a chunk

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from zeroshard.parts.choice import Choice, Description, States
+from zeroshard.planning.questions import Choice, Description, States
 
 
 @dataclass(frozen=True)

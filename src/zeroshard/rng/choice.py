@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from zeroshard.parts.choice import Choice, Description
+from zeroshard.planning.questions import Choice, Description
 
 
 @dataclass(frozen=True)

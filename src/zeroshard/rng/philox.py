@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from zeroshard.native import build
+from zeroshard.kernels import build
 from zeroshard.platform.accelerator import is_accelerator
 
 ROUNDS, PER_BLOCK, BITS = 10, 4, 32

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from zeroshard.parts.choice import Choice, Description, Remedy, States
-from zeroshard.parts.offers import Divided, Site, divisors
+from zeroshard.planning.offers import Divided, Site, divisors
+from zeroshard.planning.questions import Choice, Description, Remedy, States
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from torch import Tensor
 from zeroshard.comm.collectives import Comm
 from zeroshard.comm.pending import Exchange, Pending, SideBySide
 from zeroshard.parts.place import Axis
-from zeroshard.parts.results import current
 from zeroshard.platform.accelerator import is_accelerator
+from zeroshard.replay.results import current
 from zeroshard.traffic import TO_EVALUATE, Purpose
 
 SEQUENCE = -2  # the dimension of positions in [..., T, D]

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-from zeroshard.checks.fitting import changed, leaner
 from zeroshard.comm.mesh import Mesh
 from zeroshard.engine.policies import data_ranks_of
 from zeroshard.errors import BudgetExceeded, ZeroshardError
@@ -19,6 +18,7 @@ from zeroshard.planner.search.this_machine import local_machines
 from zeroshard.platform.accelerator import is_accelerator
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.task import language_task
+from zeroshard.validation.fitting import changed, leaner
 
 
 def with_plan_that_fits(error: BudgetExceeded, config: TrainConfig, mesh: Mesh, profile: Path | None) -> BudgetExceeded:

@@ -166,7 +166,7 @@ def set_values(parameter: Tensor, values: Tensor) -> None:
     VALUES.__set__(parameter, values)
 
 
-def below_autograd() -> bool:
+def in_dispatch_handler() -> bool:
     """Whether a dispatch mode's handler is running, such as torch.compile's, which expects plain tensors."""
     return bool(torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality))
 

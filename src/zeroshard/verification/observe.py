@@ -12,9 +12,9 @@ from torch.utils._pytree import tree_leaves
 from zeroshard.checkpoint.boxes import Box
 from zeroshard.comm.mesh import Mesh
 from zeroshard.engine import Engine
-from zeroshard.parts.batch import loss_of
 from zeroshard.parts.gradient_shares import GradientShare
-from zeroshard.parts.losses import Loss
+from zeroshard.step.batch import loss_of
+from zeroshard.step.losses import Loss
 from zeroshard.verification.job import VerificationJob
 from zeroshard.verification.sketch import Sketch, sketch
 from zeroshard.verification.watch import ModuleCall, Place, Watch

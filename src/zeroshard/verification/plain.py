@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from zeroshard.errors import ModelError
 from zeroshard.optim import fast_on_cpus
-from zeroshard.parts.batch import loss_of
-from zeroshard.parts.losses import Loss
+from zeroshard.step.batch import loss_of
+from zeroshard.step.losses import Loss
 from zeroshard.verification.job import VerificationJob, called_with
 from zeroshard.verification.model_state import ModelState
 from zeroshard.verification.watch import ModuleCall, Place, Watch

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zeroshard.parts.losses import Loss
+from zeroshard.step.losses import Loss
 from zeroshard.verification.plain import Plain
 
 FOLDED = 1024  # random sums of elements in which gradients are compared

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Literal
 
-from zeroshard.parts.choice import Choice, Description, Remedy, States
-from zeroshard.parts.offers import Offer, Refused, Site, divisors
+from zeroshard.planning.offers import Offer, Refused, Site, divisors
+from zeroshard.planning.questions import Choice, Description, Remedy, States
 from zeroshard.zero.byte_formulas import BytesPerParameter, state_bytes
 
 TIMES = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)  # as many devices, tried for states that do not fit

@@ -1,13 +1,13 @@
 """The rooms of the gradients of one flat, for functions that make gradients where they belong.
 
-See [Note: gradients in place] in `parts.gradient_room`.
+See [Note: gradients in place] in `autograd.gradient_slot`.
 """
 
 import torch
 from torch import Tensor
 
+from zeroshard.autograd.gradient_slot import Lent, RowGradient
 from zeroshard.errors import PlanError
-from zeroshard.parts.gradient_room import Lent, RowGradient
 from zeroshard.parts.gradients import GradientSum, Reduction
 from zeroshard.units import Flat
 from zeroshard.zero.gradient_buffer import GradientBuffer

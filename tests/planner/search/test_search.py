@@ -13,13 +13,13 @@ import zeroshard as zs
 from zeroshard.doctor.hardware import Device, Link, Machines
 from zeroshard.errors import PlanError
 from zeroshard.offload import choice as offload
-from zeroshard.parts.offers import Offer, Refused, Site
 from zeroshard.plan import Plan
 from zeroshard.planner.predict.rehearse import TrainingTask
 from zeroshard.planner.predict.result import Found, Prediction
 from zeroshard.planner.search import search as searching
 from zeroshard.planner.search.progress import SearchProgress
 from zeroshard.planner.search.search import search
+from zeroshard.planning.offers import Offer, Refused, Site
 from zeroshard.train.family import gpt_task
 from zeroshard.train.gpt import GPTConfig
 from zeroshard.zero import choice as zero

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from zeroshard.native import build
+from zeroshard.kernels import build
 
 SOURCE = Path(__file__).with_name("codes.cpp")
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared")

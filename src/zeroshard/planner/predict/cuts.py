@@ -10,7 +10,6 @@ from torch.utils._pytree import tree_map
 
 from zeroshard.doctor.hardware import Machines
 from zeroshard.errors import PlanError
-from zeroshard.parts.batch import loss_in
 from zeroshard.pipeline.chain import Chain
 from zeroshard.pipeline.cluster import Cluster
 from zeroshard.pipeline.measure import measure
@@ -22,6 +21,7 @@ from zeroshard.planner.predict.shallow import FEW, cut, stacks_of
 from zeroshard.planner.predict.torch_internals import Results, fakes
 from zeroshard.platform.rehearsed import Clock
 from zeroshard.precision.call import call_with
+from zeroshard.step.batch import loss_in
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from zeroshard.moe.choice import mixtures_of
-from zeroshard.parts.choice import Mixtures, States
 from zeroshard.plan import Plan
 from zeroshard.planner.choices import choices_of
 from zeroshard.planner.predict.rehearse import TrainingTask, quiet
 from zeroshard.planner.predict.torch_internals import fakes
+from zeroshard.planning.questions import Mixtures, States
 from zeroshard.units import find_units
 
 

@@ -24,7 +24,6 @@ from zeroshard.doctor.cpu_load import busy_cpus
 from zeroshard.doctor.hardware import Machines
 from zeroshard.errors import PlanError, ZeroshardError
 from zeroshard.offload import choice as offload
-from zeroshard.parts.offers import Divided, Offer, Refused, Site
 from zeroshard.pipeline import choice as pipeline
 from zeroshard.pipeline.cluster import format_size
 from zeroshard.plan import Plan
@@ -39,6 +38,7 @@ from zeroshard.planner.predict.timed import predict_timed
 from zeroshard.planner.predict.ways import way_of
 from zeroshard.planner.search.progress import SearchProgress
 from zeroshard.planner.search.text import lacking, short
+from zeroshard.planning.offers import Divided, Offer, Refused, Site
 from zeroshard.tensor import choice as tensor
 from zeroshard.zero import choice as zero
 

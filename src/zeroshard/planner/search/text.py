@@ -4,11 +4,11 @@ import re
 from collections.abc import Iterable, Sequence
 
 from zeroshard.memory.ledger import Category
-from zeroshard.parts.choice import LeftOut
 from zeroshard.pipeline.cluster import format_size
 from zeroshard.plan import Plan
 from zeroshard.planner.choices import choices_of
 from zeroshard.planner.predict.result import Prediction, Refusal
+from zeroshard.planning.questions import LeftOut
 
 MODES = {
     "fake": "the engine itself ran a step on tensors without values, and every allocation was counted",

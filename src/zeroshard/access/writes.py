@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from zeroshard.errors import PlanError
 from zeroshard.parts.part import Part, Parts
 from zeroshard.parts.weights import Residence
-from zeroshard.units import ForwardAlias, Unreadable, below_autograd, kinds_for, set_values, values_of
+from zeroshard.units import ForwardAlias, Unreadable, in_dispatch_handler, kinds_for, set_values, values_of
 
 GATHERED = "Change parameters inside `with engine.gathered():`, on every rank alike or with gathered(writer=0)."
 
@@ -85,7 +85,7 @@ class Writes:
             self.fetch([parameter])
         alias = part.flat.alias(number)
         limits = self._passes.running and not self.allowed and part.lost is not None and type(alias) is Tensor
-        if limits and not below_autograd():
+        if limits and not in_dispatch_handler():
             alias.__class__ = ForwardAlias
             alias.limit = partial(self._limit, part, number)  # type: ignore[attr-defined]
         return alias

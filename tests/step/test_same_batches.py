@@ -9,7 +9,7 @@ from jobs import error_of
 from pool import Pool
 
 import zeroshard as zs
-from zeroshard.parts.same_batches import SameBatches
+from zeroshard.step.same_batches import SameBatches
 from zeroshard.train.gpt import GPT, GPTConfig
 
 SMALL = GPTConfig(vocabulary=20, context=8, width=8, heads=2, layers=2)

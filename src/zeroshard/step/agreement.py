@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from zeroshard.errors import CommError
 from zeroshard.parts.gradients import Gradients
-from zeroshard.parts.losses import REPORT, LossReport
+from zeroshard.step.losses import REPORT, LossReport
 
 HEAD = struct.Struct("<qId?")
 

@@ -8,7 +8,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from zeroshard.errors import BatchError
-from zeroshard.parts.losses import Loss
+from zeroshard.step.losses import Loss
 
 
 def microbatches(batch: Any, count: int) -> list[Any]:

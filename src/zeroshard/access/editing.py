@@ -7,12 +7,12 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from zeroshard.access.whole_tensors import WholeTensors
+from zeroshard.access.writes import Writes
 from zeroshard.comm.collectives import Comm
 from zeroshard.errors import PlanError
-from zeroshard.parameters.whole_tensors import WholeTensors
-from zeroshard.parameters.writes import Writes
-from zeroshard.parts.late_updates import LateUpdates
 from zeroshard.parts.part import Part, Parts
+from zeroshard.step.late_updates import LateUpdates
 from zeroshard.units.digest import digest_of
 
 

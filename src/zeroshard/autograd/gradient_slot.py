@@ -46,7 +46,7 @@ class RowGradient:
         matrix.index_add_(0, self.numbers, self.values)
 
 
-class GradientRoom(Protocol):
+class GradientSlot(Protocol):
     """The room of one parameter."""
 
     def lend(self, parameter: Tensor) -> Lent | None:
@@ -72,14 +72,14 @@ class LentRooms(Protocol):
 _rooms: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of parameters; an attribute would be pickled with them
 
 
-def offer_room(parameter: Tensor, room: GradientRoom) -> None:
+def offer_slot(parameter: Tensor, room: GradientSlot) -> None:
     """Let functions that use this parameter find its room."""
     _rooms[parameter] = room
 
 
-def room_of(parameter: Tensor) -> GradientRoom | None:
+def slot_of(parameter: Tensor) -> GradientSlot | None:
     """The room of a parameter; None if it has none."""
-    room: GradientRoom | None = _rooms.get(parameter)
+    room: GradientSlot | None = _rooms.get(parameter)
     return room
 
 

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 import zeroshard as zs
-from zeroshard.checks.division import check_ranks
 from zeroshard.engine.policies import data_ranks_of
 from zeroshard.errors import PlanError
+from zeroshard.validation.division import check_ranks
 
 LAYERS, STAGES, EXPERTS = "tensor_parallel", "pipeline_parallel", "expert_parallel"
 

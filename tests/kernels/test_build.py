@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from zeroshard.native import build
+from zeroshard.kernels import build
 
 FLAGS = ("-std=c++17", "-O1", "-fPIC", "-shared")
 
@@ -56,7 +56,7 @@ def test_of_several_processes_one_builds(source: Path, tmp_path: Path, monkeypat
     slow.write_text(f'#!/bin/sh\necho called >> "{tmp_path}/calls"\nsleep 0.3\nexec {build.compiler()} "$@"\n')
     slow.chmod(0o755)
     program = (
-        "import sys; from pathlib import Path; from zeroshard.native import build\n"
+        "import sys; from pathlib import Path; from zeroshard.kernels import build\n"
         f"build.compiler = lambda: {str(slow)!r}\n"
         f"assert build.library(Path({str(source)!r}), {FLAGS!r}).one_more(41) == 42"
     )

@@ -12,10 +12,10 @@ from zeroshard.comm.mesh import Mesh
 from zeroshard.comm.over_budget import announce_over_budget
 from zeroshard.errors import BudgetExceeded, CommError
 from zeroshard.parts.gradients import Gradients
-from zeroshard.parts.losses import StepLosses
 from zeroshard.parts.part import Part
 from zeroshard.schedule import Schedule
 from zeroshard.schedule.run import Interpreter
+from zeroshard.step.losses import StepLosses
 from zeroshard.traffic import Purpose
 
 Run = Callable[[Any], Any]  # runs the model on a microbatch, down to the loss

@@ -2,7 +2,7 @@
 
 [Note: rows alone] Autograd makes the gradient of an embedding as a matrix of its size, which is zero but for the rows
 that were looked up, and where the output layer has the same weight it adds two such matrices. Here the rows that were
-looked up are added to the room of the gradient (`parts.gradient_room`), to the same bits: those of one token are summed
+looked up are added to the gradient's slot (`autograd.gradient_slot`), to the same bits: those of one token are summed
 first. The module, its class and its forward stay; a hook gives its output another derivative.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroshard.parts.gradient_room import RowGradient, room_of
+from zeroshard.autograd.gradient_slot import RowGradient, slot_of
 
 
 def make_rows_alone(model: nn.Module) -> None:
@@ -29,7 +29,7 @@ def _derive(module: nn.Embedding, inputs: tuple[Any, ...], output: Tensor) -> Te
     weight, tokens = module.weight, inputs[0] if inputs else None
     changed = "forward" in vars(module)  # by a technique that cut its weight, or by the user
     other = changed or module.max_norm is not None or module.scale_grad_by_freq or module.sparse
-    if other or tokens is None or 2 * tokens.numel() > len(weight) or room_of(weight) is None:
+    if other or tokens is None or 2 * tokens.numel() > len(weight) or slot_of(weight) is None:
         return None
     made: Tensor = _Lookup.apply(weight, tokens, module.padding_idx, [output.detach()])  # type: ignore[no-untyped-call]
     return made
@@ -49,7 +49,7 @@ class _Lookup(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None, None]:
         """The gradient of the matrix, or None where its rows are added to one that is being made."""
         (tokens,), weight, gradient = ctx.saved_tensors, ctx.weight, gradients[0]
-        room = None if torch.is_grad_enabled() else room_of(weight)
+        room = None if torch.is_grad_enabled() else slot_of(weight)
         lent = None if room is None else room.lend(weight)
         made: Tensor | None
         if lent is not None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zeroshard.errors import BatchError, NonFiniteError, PlanError
-from zeroshard.parts.losses import BY_MEAN, BY_SUM, Loss, LossReport, StepLosses, means_alone
+from zeroshard.step.losses import BY_MEAN, BY_SUM, Loss, LossReport, StepLosses, means_alone
 
 SUM = torch.tensor(6.0)
 

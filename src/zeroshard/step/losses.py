@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.errors import BatchError, NonFiniteError, PlanError
-from zeroshard.parts.same_batches import SameBatches
+from zeroshard.step.same_batches import SameBatches
 
 BY_MEAN, BY_SUM = 1, 2
 FIRST_COUNT = 1024.0  # of each data rank, as long as no step has told its own
@@ -153,7 +153,7 @@ class StepLosses:
         return loss.value if factor == 1.0 else loss.value * factor
 
     def weight(self, loss: Loss, scale: float) -> float | Tensor:
-        """The factor in that backward of a term that weighs 1 in the mean of its microbatch (`parts.penalties`)."""
+        """The factor in that backward of a term that weighs 1 in the mean of its microbatch (`step.penalties`)."""
         return scale * loss.share if loss.items is None else loss.items * (scale / self.divisor)
 
     def add(self, loss: Loss) -> None:

@@ -5,8 +5,8 @@ import math
 import pytest
 
 from zeroshard.errors import CommError
-from zeroshard.parts.agreement import Answer, check_together
-from zeroshard.parts.losses import LossReport
+from zeroshard.step.agreement import Answer, check_together
+from zeroshard.step.losses import LossReport
 
 
 def answer(step: int = 3, digests: tuple[int, ...] = (1, 2**32 - 1)) -> Answer:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from zeroshard.parts.losses import Loss, StepLosses
-from zeroshard.parts.penalties import penalised, weighing
+from zeroshard.step.losses import Loss, StepLosses
+from zeroshard.step.penalties import penalised, weighing
 
 
 class Penalised(torch.nn.Module):

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from zeroshard.errors import PlanError
 from zeroshard.memory.ledger import Category, Ledger
-from zeroshard.parts.attributes import PlainAttributes
-from zeroshard.parts.generators import PYTHON_AND_NUMPY, GeneratorStates, ReachedGenerators, Source, held_by
-from zeroshard.parts.samples import OTHER_VALUES, agrees, sample_of, spacing
 from zeroshard.platform import accelerator
 from zeroshard.platform.accelerator import is_accelerator
+from zeroshard.replay.attributes import PlainAttributes
+from zeroshard.replay.generators import PYTHON_AND_NUMPY, GeneratorStates, ReachedGenerators, Source, held_by
+from zeroshard.replay.samples import OTHER_VALUES, agrees, sample_of, spacing
 
 Values = dict[str, Tensor | None]
 

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
+from zeroshard.autograd.gradient_slot import Lent
 from zeroshard.losses import linear_cross_entropy
-from zeroshard.parts.gradient_room import Lent
 from zeroshard.zero.gradient_rooms import GradientRooms
 
 V, W, T = 900, 32, 12  # more elements than small parameters have

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from zeroshard.access.writes import Writes
 from zeroshard.errors import ModelError, PlanError
-from zeroshard.parameters.writes import Writes
 from zeroshard.parts.part import Part, Parts
 from zeroshard.parts.weights import ABSENT
 from zeroshard.units.hooks import Hook

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from zeroshard.parts.reachable import generators_reached
+from zeroshard.replay.reachable import generators_reached
 
 LOOKS = 3  # forwards
 Source = tuple[Callable[[], Any], Callable[[Any], Any]]  # reads a state, writes one

@@ -1,4 +1,0 @@
-"""Native code: C++ kernels that are built at first use and called through ctypes, which releases the GIL.
-
-Read `build`.
-"""

@@ -1,0 +1,4 @@
+"""Planning: the questions that the planner asks of each technique, and the settings that a technique offers.
+
+Read `questions`, then `offers`.
+"""
