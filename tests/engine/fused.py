@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeroshard as zs
-from zeroshard.engine import policies
+from zeroshard.engine import techniques
 from zeroshard.parts.place import Axis, Cuts, Partial, Piece, Split
 from zeroshard.parts.technique import NewAxis
 
@@ -146,12 +146,12 @@ class Columns:
 @contextmanager
 def cut_over(size: int | None) -> Iterator[None]:
     """Engines made inside are cut over so many ranks; `None` for none."""
-    before = policies.TECHNIQUES[:]
-    policies.TECHNIQUES[:] = [] if size is None else [lambda _: Columns(size)]
+    before = techniques.TECHNIQUES[:]
+    techniques.TECHNIQUES[:] = [] if size is None else [lambda _: Columns(size)]
     try:
         yield
     finally:
-        policies.TECHNIQUES[:] = before
+        techniques.TECHNIQUES[:] = before
 
 
 def engine_of(mesh: zs.Mesh, plan: Mapping[str, Any], size: int | None, seed: int = 0, meta: bool = False) -> zs.Engine:

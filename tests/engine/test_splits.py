@@ -18,7 +18,7 @@ from pool import Pool
 from torch import Tensor, nn
 
 import zeroshard as zs
-from zeroshard.engine import policies
+from zeroshard.engine import techniques
 from zeroshard.parts.place import Axis, Piece, Split
 from zeroshard.parts.technique import NewAxis
 from zeroshard.traffic import Purpose
@@ -134,13 +134,13 @@ def kind_of(data_rank: int, data: bool) -> Tensor:
 
 def make(mesh: zs.Mesh, plan: Mapping[str, Any], data: bool | None, seed: int = 0) -> zs.Engine:
     """An engine; `data` says which technique splits it, None for none."""
-    before = policies.TECHNIQUES[:]
-    policies.TECHNIQUES[:] = [] if data is None else [lambda _: Technique(data)]
+    before = techniques.TECHNIQUES[:]
+    techniques.TECHNIQUES[:] = [] if data is None else [lambda _: Technique(data)]
     try:
         torch.manual_seed(seed)
         return zs.Engine(Toy(), lambda p: torch.optim.AdamW(p, lr=0.02), zs.Plan.from_dict(plan), mesh=mesh)
     finally:
-        policies.TECHNIQUES[:] = before
+        techniques.TECHNIQUES[:] = before
 
 
 def plain(data_ranks: int, data: bool, clip: float | None, steps: int = STEPS) -> tuple[dict[str, Tensor], list[float]]:

@@ -26,7 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import zeroshard as zs
 from zeroshard.autograd.deferred_gradients import WeightGradients
-from zeroshard.engine import policies
+from zeroshard.engine import techniques as policies
 from zeroshard.parts.technique import NewAxis
 
 STEPS, ROWS, WIDTH = 4, 8, 10

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
 from zeroshard.comm.collectives import Comm
-from zeroshard.engine import policies
+from zeroshard.engine import techniques as policies
 from zeroshard.errors import PlanError
 from zeroshard.parts.place import Axis
 from zeroshard.parts.technique import NewAxis

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 import zeroshard as zs
-from zeroshard.engine.policies import data_ranks_of
+from zeroshard.engine.techniques import data_ranks_of
 from zeroshard.errors import PlanError
 from zeroshard.validation.division import check_ranks
 

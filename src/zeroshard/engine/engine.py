@@ -25,7 +25,7 @@ from zeroshard.engine.build import Builder, OptimizerLike
 from zeroshard.engine.decision import Decision
 from zeroshard.engine.forward import Forward
 from zeroshard.engine.gradient_accumulation import OneStage
-from zeroshard.engine.policies import cut_of, saving_of, step_ends_of, techniques_of
+from zeroshard.engine.techniques import cut_of, saving_of, step_ends_of, techniques_of
 from zeroshard.engine.readings import Readings
 from zeroshard.engine.state import State
 from zeroshard.engine.update import Update

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from zeroshard.comm.mesh import Mesh
-from zeroshard.engine.policies import data_ranks_of
+from zeroshard.engine.techniques import data_ranks_of
 from zeroshard.errors import BudgetExceeded, ZeroshardError
 from zeroshard.pipeline.cluster import format_size
 from zeroshard.plan import Plan

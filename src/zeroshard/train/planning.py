@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from zeroshard.comm.mesh import Mesh
-from zeroshard.engine.policies import data_ranks_of
+from zeroshard.engine.techniques import data_ranks_of
 from zeroshard.errors import ConfigError
 from zeroshard.parts.settings import flat
 from zeroshard.plan import SEARCHED, SEARCHED_UNLESS_GIVEN, Plan

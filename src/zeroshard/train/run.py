@@ -18,7 +18,7 @@ from torch import Tensor
 from zeroshard.comm.collectives import Comm
 from zeroshard.comm.mesh import Mesh
 from zeroshard.engine import Engine, StepResult, Trace
-from zeroshard.engine.policies import together_of
+from zeroshard.engine.techniques import together_of
 from zeroshard.errors import BudgetExceeded, CheckpointWarning, NonFiniteError, RoutingWarning, Stopped
 from zeroshard.pipeline.cluster import format_size
 from zeroshard.planner.search.text import short

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from zeroshard.activations.policy import LOSSY
-from zeroshard.engine.policies import data_ranks_of, together_of
+from zeroshard.engine.techniques import data_ranks_of, together_of
 from zeroshard.errors import BatchError, ModelError
 from zeroshard.plan import Plan
 

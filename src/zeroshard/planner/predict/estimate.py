@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from zeroshard.doctor.hardware import Machines
-from zeroshard.engine.policies import data_ranks_of
+from zeroshard.engine.techniques import data_ranks_of
 from zeroshard.memory.ledger import Category
 from zeroshard.plan import Plan
 from zeroshard.planner.choices import choices_of

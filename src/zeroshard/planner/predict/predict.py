@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from zeroshard.doctor.hardware import Machines
-from zeroshard.engine.policies import data_ranks_of
+from zeroshard.engine.techniques import data_ranks_of
 from zeroshard.plan import Plan
 from zeroshard.planner.choices import choices_of
 from zeroshard.planner.predict.alone import on_machines

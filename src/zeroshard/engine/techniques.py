@@ -1,4 +1,4 @@
-"""The policy of each technique, made from a plan."""
+"""The techniques that a plan asks for."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
