@@ -26,7 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import zeroshard as zs
 from zeroshard.autograd.deferred_gradients import WeightGradients
-from zeroshard.engine import techniques as policies
+from zeroshard.engine import techniques
 from zeroshard.parts.technique import NewAxis
 
 STEPS, ROWS, WIDTH = 4, 8, 10
@@ -51,14 +51,14 @@ def make(
     loss: Any = None,
 ) -> zs.Engine:
     """An engine whose layers are split as `kind` says."""
-    before = policies.TECHNIQUES[:]
+    before = techniques.TECHNIQUES[:]
     technique = KINDS[kind]
-    policies.TECHNIQUES[:] = [] if technique is None else [lambda _: technique]
+    techniques.TECHNIQUES[:] = [] if technique is None else [lambda _: technique]
     try:
         example, of = (data(0, 0, 1, 2), 0), zs.Plan.from_dict({**TWO, **plan})
         return zs.Engine(build(name, seed), OPTIMIZERS[optimizer], of, mesh=mesh, example=example, loss=loss)
     finally:
-        policies.TECHNIQUES[:] = before
+        techniques.TECHNIQUES[:] = before
 
 
 def step(engine: zs.Engine, rows: int = ROWS) -> zs.StepResult:

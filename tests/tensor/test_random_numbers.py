@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
 from zeroshard.comm.collectives import Comm
-from zeroshard.engine import techniques as policies
+from zeroshard.engine import techniques
 from zeroshard.errors import PlanError
 from zeroshard.parts.place import Axis
 from zeroshard.parts.technique import NewAxis
@@ -293,8 +293,8 @@ class Technique:
 def engine_of(mesh: zs.Mesh, rng: str, model: type[nn.Module] = Drawn) -> tuple[zs.Engine, list[Tensor]]:
     """An engine and the list of what its microbatches put out."""
     technique, found = Technique(), []
-    before = policies.TECHNIQUES[:]
-    policies.TECHNIQUES[:] = [lambda _: technique]
+    before = techniques.TECHNIQUES[:]
+    techniques.TECHNIQUES[:] = [lambda _: technique]
 
     def loss(output: Tensor, _: Any) -> Tensor:
         found.append(output.detach())
@@ -305,7 +305,7 @@ def engine_of(mesh: zs.Mesh, rng: str, model: type[nn.Module] = Drawn) -> tuple[
         plan = zs.Plan.from_dict({"zero": 0, "rng": rng, "microbatches": 2})
         engine = zs.Engine(model(technique.zones), lambda p: torch.optim.SGD(p, lr=0.0), plan, mesh=mesh, loss=loss)
     finally:
-        policies.TECHNIQUES[:] = before
+        techniques.TECHNIQUES[:] = before
     return engine, found
 
 

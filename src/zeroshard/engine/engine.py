@@ -25,9 +25,9 @@ from zeroshard.engine.build import Builder, OptimizerLike
 from zeroshard.engine.decision import Decision
 from zeroshard.engine.forward import Forward
 from zeroshard.engine.gradient_accumulation import OneStage
-from zeroshard.engine.techniques import cut_of, saving_of, step_ends_of, techniques_of
 from zeroshard.engine.readings import Readings
 from zeroshard.engine.state import State
+from zeroshard.engine.techniques import cut_of, saving_of, step_ends_of, techniques_of
 from zeroshard.engine.update import Update
 from zeroshard.errors import BatchError, BudgetExceeded, NonFiniteError, PlanError
 from zeroshard.losses.heads import set_loss_chunk
