@@ -29,9 +29,8 @@ from zeroshard.parts.weights import ABSENT, Weights
 from zeroshard.precision.clash import explain_clash
 from zeroshard.step.late_updates import LateUpdates
 from zeroshard.units import values_of
-from zeroshard.units.hooks import Hook, listen, outside, place_of
+from zeroshard.units.hooks import Hook, absent_in_transform, explain_transform, listen, outside, place_of, transforming
 from zeroshard.units.tensors import tensors_in, with_tensors
-from zeroshard.units.transforms import absent_in_transform, explain_transform, transforming
 from zeroshard.validation.model_checks import refuse_renormalising
 from zeroshard.zero import Gatherer, PassKind
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import nn
 
+from zeroshard.access.editing import WholeTensors
 from zeroshard.access.given import GivenWeights, LoadedKeys, check_same, shared
-from zeroshard.access.whole_tensors import WholeTensors
 from zeroshard.checkpoint import (
     Box,
     Meeting,

@@ -20,7 +20,7 @@ from zeroshard.optim.restoring import Saved, load_states
 from zeroshard.optim.spans import SpanOptimizer
 from zeroshard.optim.whole_states import NAMES, decoded, encoded, scalars_of, state_pieces
 from zeroshard.parts.part import Parts
-from zeroshard.units.digest import digest_of
+from zeroshard.units.tensors import digest_of
 
 SOURCE = "engine.optimizer.load_state_dict()"
 

@@ -18,7 +18,7 @@ from zeroshard.pipeline.policy import Cut
 from zeroshard.pipeline.replaced import Replaced, replaced
 from zeroshard.schedule import PipelineSchedule
 from zeroshard.units import Unit, find_units
-from zeroshard.units.uncut import take_from_rank_0
+from zeroshard.units.materialise import take_from_rank_0
 
 DtypeOf = Callable[[nn.Parameter], torch.dtype]
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from zeroshard.precision.clash import raise_clash
-from zeroshard.units.transforms import raise_transform
+from zeroshard.units.hooks import raise_transform
 
 
 def call(model: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,13 +1,12 @@
 """Units: a model cut into pieces whose parameters live in flat buffers (the first backbone).
 
-Read `find` (the modules that are units), `index` and `flat` (one buffer and its views), `materialise` (initial
-weights), `watched_parameters` (parameters that report reads and writes).
+Read `find` (the modules that are units), `flat` (one buffer, its index and its views), `materialise` (initial
+weights), `watched_parameters` (parameters that report reads and writes), `hooks` (hooks of one engine).
 """
 
 from zeroshard.units.find import Unit, find_units
-from zeroshard.units.flat import Flat, is_small
-from zeroshard.units.index import Entry, Index
-from zeroshard.units.norm import norm_of, wide_norm
+from zeroshard.units.flat import Entry, Flat, Index, is_small
+from zeroshard.units.tensors import norm_of, wide_norm
 from zeroshard.units.watched_parameters import (
     ForwardAlias,
     HeldGradient,

@@ -1,6 +1,7 @@
-"""Tensors inside the arguments and outputs of modules, in any containers and objects."""
+"""Tensors inside any containers and objects; norms and checksums of flat ones."""
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Set
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Set
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -64,3 +65,37 @@ def _put(item: Any, key: Any, value: Any) -> None:
 
 def _names(slots: Any) -> tuple[str, ...]:
     return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+TILE = 2**16  # elements; torch would first copy a whole 16-bit vector to fp32, beyond the size of the caches
+
+
+def norm_of(values: torch.Tensor) -> torch.Tensor:
+    """The 2-norm of a vector [n] as a scalar, computed in fp32 at least."""
+    dtype = torch.promote_types(values.dtype, torch.float32)
+    valueless = values.untyped_storage().device.type == "meta"  # in a rehearsal
+    if values.device.type != "cpu" or values.dtype == dtype or valueless:
+        whole: torch.Tensor = torch.linalg.vector_norm(values, dtype=dtype)
+        return whole
+    parts = [torch.linalg.vector_norm(part, dtype=dtype) for part in values.split(TILE)]
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(parts))
+    return norm
+
+
+def wide_norm(values: torch.Tensor, kind: float = 2.0) -> float:
+    """The p-norm of values, real or complex, for p = `kind`, computed in fp64."""
+    dtype = torch.promote_types(values.dtype, torch.float64)
+    return float(torch.linalg.vector_norm(values, kind, dtype=dtype))
+
+
+CHUNK = 2**24  # bytes copied to the host at a time
+
+
+def digest_of(tensors: Iterable[torch.Tensor]) -> int:
+    """CRC-32 of the bytes of 1-D tensors, one behind the other."""
+    crc = 0
+    for tensor in tensors:
+        raw = tensor.detach().view(torch.uint8)
+        for start in range(0, raw.numel(), CHUNK):
+            crc = zlib.crc32(raw[start : start + CHUNK].cpu().numpy().data, crc)
+    return crc

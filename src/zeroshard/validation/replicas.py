@@ -14,7 +14,7 @@ from zeroshard.comm.collectives import Comm
 from zeroshard.errors import DivergenceError
 from zeroshard.parts.part import Part, Parts
 from zeroshard.parts.place import Axis, boxes_of
-from zeroshard.units.digest import digest_of
+from zeroshard.units.tensors import digest_of
 
 SHOWN = 5  # differences in an error
 ENTRY = struct.Struct("<BI")  # the number of an axis, and a digest

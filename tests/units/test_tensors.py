@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from zeroshard.units import norm_of
-from zeroshard.units.norm import TILE
+from zeroshard.units.tensors import TILE
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
