@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from activations.test_auto import least_of
+from inside import held_states
 from pool import Pool
 from selection import by_default
 from torch import Tensor, nn
@@ -70,7 +71,7 @@ def refused(mesh: zs.Mesh, plan: dict[str, Any]) -> tuple[str, list[str]]:
         engine.train_step(data(0, engine.data_rank))
     changed = [] if torch.equal(draws, torch.get_rng_state()) else ["random numbers"]
     changed += [name for name, value in engine.state_dict().items() if not torch.equal(value, weights[name])]
-    changed += ["states"] if any(engine._assembly.optimizer.held.states.values()) else []
+    changed += ["states"] if any(held_states(engine).values()) else []
     changed += ["steps"] if engine.steps else []
     return str(raised.value), changed
 

@@ -14,6 +14,7 @@ from activations import test_auto
 from activations.test_auto import least_of
 from activations.test_recompute import SGD
 from engine.offloaded import EXECUTORS, executing
+from inside import asked_savers_of
 from planner.rehearsed import OPTIMIZERS, SHAPE, tokens
 from pool import Pool
 from selection import by_default
@@ -319,12 +320,12 @@ def test_errors_in_a_block_leave_the_savers_as_they_were(way: str) -> None:
         torch.manual_seed(0)
         engine = zs.Engine(Failing(), SGD, zs.Plan.from_dict(plan), example=(batch(0),))
         torch.manual_seed(1)
-        losses, asked = [], engine._forward.saver.asked
+        losses, asked = [], asked_savers_of(engine)
         for step in range(STEPS):
             if step and fails:
                 fail(engine)
             losses.append(engine.train_step((batch(step),)).loss.item())
-            assert list(engine._forward.saver.asked) == list(asked)
+            assert list(asked_savers_of(engine)) == list(asked)
         return losses, engine.state_dict()
 
     kept = train({"device_memory": "1GiB"})

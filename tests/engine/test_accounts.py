@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from engine.models import batch, build
 from engine.plain import transport_of
+from inside import gradient_tensors_of, optimizer_of, parts_of
 from pool import Pool
 from torch import Tensor, nn
 
@@ -75,17 +76,15 @@ def counted(engine: zs.Engine) -> dict[str, int]:
         seen.update(new)
         return sum(new.values())
 
-    parts = engine._assembly.parts.all
+    parts = parts_of(engine).all
     parameters = size([t for s in parts for t in (s.weights.own, s.weights.full)])
     parameters += 0 if engine.plan.zero == 3 else size([p.data for p in engine.model.parameters()])
-    spans = engine._assembly.optimizer
+    spans = optimizer_of(engine)
     masters = size([span.tensor for span in spans.every])
     states = size(
         [v for state in spans.held.states.values() for v in state.values() if isinstance(v, Tensor) and v.dim()]
     )
-    gradients = size(
-        [t for s in parts if s.gradients for t in (s.gradients._buffer.tensor, getattr(s.gradients._sum, "_own", None))]
-    )
+    gradients = size(gradient_tensors_of(engine))
     return dict(zip(STATES, (parameters, gradients, masters, states), strict=True))
 
 
@@ -113,7 +112,7 @@ def measure(mesh: zs.Mesh, name: str, plan: dict[str, Any], maker: str, steps: i
     finally:
         dist.all_to_all_single = exchange
     memory, traffic = engine.memory(), engine.traffic()
-    flats = [s.flat for s in engine._assembly.parts.all]
+    flats = [s.flat for s in parts_of(engine).all]
     return {
         "memory": {row.category: (row.measured_bytes, row.planned_bytes, row.padding_bytes) for row in memory},
         "traffic": {row.purpose: row for row in traffic},

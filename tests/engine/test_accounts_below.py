@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from engine.models import batch, build
+from inside import parts_of
 from pool import Pool
 from torch import nn
 
@@ -35,7 +36,7 @@ def measure(mesh: zs.Mesh, name: str, plan: dict[str, Any], maker: str, steps: i
         engine.train_step((batch(step, mesh.rank, mesh.ranks), step))
     engine.flush()
     memory, traffic = engine.memory(), engine.traffic()
-    parts = engine._assembly.parts.all
+    parts = parts_of(engine).all
     return {
         "memory": {(r.category, r.tier): (r.planned_bytes, r.padding_bytes, r.measured_bytes) for r in memory},
         "traffic": {r.purpose: (r.planned_elements, r.measured_elements, r.measured_bytes) for r in traffic},

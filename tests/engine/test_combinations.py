@@ -11,6 +11,7 @@ import torch
 from engine.models import OPTIMIZERS, batch, build
 from engine.offloaded import EXECUTORS, executing, in_memory
 from engine.test_pipelines import plain
+from inside import all_gathered, chunks_of, free_blocks_of, parts_of, shared_bytes_of
 from pool import Pool
 from selection import by_default
 from torch import Tensor
@@ -206,7 +207,7 @@ def gathers(mesh: zs.Mesh, plan: zs.Plan) -> tuple[list[str], bool, float]:
     """This rank's gathers and frees in a step, whether units are here between, and the loss of an evaluation."""
     engine = make(mesh, "Deep", plan, seed=mesh.rank)
     first, _ = (engine.train_step((batch(step, engine.data_rank, engine.data_ranks, ROWS), step)) for step in range(2))
-    here = engine._gatherer.all_gathered
+    here = all_gathered(engine)
     assert first.loss is not None
     with torch.no_grad():
         loss = float(engine(batch(5, engine.data_rank, engine.data_ranks, ROWS), 5))
@@ -280,7 +281,7 @@ def least(mesh: zs.Mesh, plan: zs.Plan) -> tuple[int, list[int], int]:
         make(mesh, "Deep", replace(plan, device_memory=1), seed=0)
     engine = make(mesh, "Deep", plan, seed=0)
     chunks: dict[int, int] = {}
-    for unit, chunk in zip(engine._assembly.parts.units, engine._stage.chunk_of, strict=True):
+    for unit, chunk in zip(parts_of(engine).units, chunks_of(engine), strict=True):
         chunks[chunk] = chunks.get(chunk, 0) + sum(p.numel() * 4 for p in unit.parameters.values())
     said = re.findall(r"the largest of its chunks take ([\d,]+)", str(caught.value))
     return int(said[0].replace(",", "")), list(chunks.values()), sum(chunks.values()) // 2
@@ -305,11 +306,9 @@ def in_shared_memory(mesh: zs.Mesh, plan: zs.Plan) -> tuple[bool, list[bool]]:
     engine = make(mesh, "TiedFive", plan, seed=0)
     for step in range(2):
         engine.train_step((batch(step, engine.data_rank, engine.data_ranks, ROWS), step))
-    parts, shared = engine._assembly.parts, engine._axes.dense.slices.comm.shared
-    assert shared is not None
-    mapped = shared.memory._bytes  # type: ignore[attr-defined]
+    parts, mapped = parts_of(engine), shared_bytes_of(engine)
     first, end = mapped.data_ptr(), mapped.data_ptr() + mapped.numel()
-    gradients, messages = ([first <= block.data_ptr() < end for block in arena._free]
+    gradients, messages = ([first <= block.data_ptr() < end for block in free_blocks_of(arena)]
                            for arena in (parts.arena, parts.messages))  # fmt: skip
     return all(gradients) and bool(gradients), messages
 

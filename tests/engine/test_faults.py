@@ -18,6 +18,7 @@ from engine.plain import (
     take_step,
     transport_of,
 )
+from inside import free_blocks_of, parts_of
 from pool import Pool
 from torch import Tensor, nn
 
@@ -288,9 +289,9 @@ def views_under_stage_3(mesh: zs.Mesh) -> Any:
     for step in range(2):
         x = torch.randn(3, 8, generator=torch.Generator().manual_seed(step + 10 * mesh.rank), requires_grad=True)
         loss = engine(x)
-        fulls = [part.weights.full for part in engine._assembly.parts.all]
+        fulls = [part.weights.full for part in parts_of(engine).all]
         storages = [full.untyped_storage().nbytes() for full in fulls]
-        scratch = sum(block.nbytes for block in engine._assembly.parts.arena._free)
+        scratch = sum(block.nbytes for block in free_blocks_of(parts_of(engine).arena))
         seen.append((buffers.current - before - scratch, storages))
         engine.backward(loss)
         seen.append((0, [full.untyped_storage().nbytes() for full in fulls]))
@@ -413,7 +414,7 @@ def many_backwards(mesh: zs.Mesh, zero: int, way: str) -> Tensor:
             else:
                 engine.backward(engine(gradient))
         engine.step()
-    (part,) = engine._assembly.parts.all
+    (part,) = parts_of(engine).all
     mine = torch.zeros(part.flat.index.padded_numel)
     mine[part.updater.start : part.updater.start + part.updater.values.numel()] = part.updater.values
     if zero >= 1 and mesh.ranks > 1:
@@ -664,7 +665,7 @@ def adapter_peak(mesh: zs.Mesh) -> tuple[int, int, int]:
         engine.backward(loss)
         peak = engine.ledger.account(zs.memory.ledger.Category.BUFFERS).peak - before
         engine.step()
-    units = [sum(part.weights.full.numel() * 4 for part in parts) for parts in engine._assembly.parts.of_units]
+    units = [sum(part.weights.full.numel() * 4 for part in parts) for parts in parts_of(engine).of_units]
     return peak, max(units), sum(units)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from inside import parts_of
 from pool import Pool
 from torch import Tensor, nn
 
@@ -48,7 +49,7 @@ def gradients(mesh: zs.Mesh, plans: list[dict[str, Any]]) -> list[dict[str, Tens
         engine = engine_of(mesh, plan)
         masters = {
             entry.name: part.flat.view(part.updater.values, number)
-            for part in engine._assembly.parts.all
+            for part in parts_of(engine).all
             for number, entry in enumerate(part.flat.index.entries)
         }
         before = {name: value.clone() for name, value in masters.items()}

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from engine.models import batch
+from inside import parts_of
 from pool import Pool
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -139,7 +140,7 @@ def masters(mesh: zs.Mesh) -> tuple[Tensor, Tensor]:
     """fp32 masters of a bf16 run, and the fp32 weights that they should be."""
     engine = zs.Engine(meta(Keyed), torch.optim.AdamW, zs.Plan(zero=0, precision="bf16", seed=7), mesh=mesh)
     whole = zs.Engine(meta(Keyed), torch.optim.AdamW, zs.Plan(zero=0, seed=7), mesh=mesh)
-    pairs = zip(engine._assembly.parts.all, whole._assembly.parts.all, strict=True)
+    pairs = zip(parts_of(engine).all, parts_of(whole).all, strict=True)
     both = [(a.updater.values, b.updater.values) for a, b in pairs]
     return torch.cat([a.detach() for a, _ in both]), torch.cat([b.detach() for _, b in both])
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from engine.models import batch, build
+from inside import held_states, parts_of
 from pool import Pool
 from safetensors.torch import save_file
 from torch import nn
@@ -36,7 +37,7 @@ def masters(engine: zs.Engine) -> dict[str, torch.Tensor]:
     """This rank's slices of what it updates."""
     return {
         entry.name: part.updater.values[low - part.updater.start : high - part.updater.start].clone()
-        for part in engine._assembly.parts.all
+        for part in parts_of(engine).all
         for index in [part.flat.index]
         for number, low, high in index.overlaps(part.updater.start, part.updater.start + part.updater.values.numel())
         for entry in [index.entries[number]]
@@ -135,8 +136,8 @@ def load_counting(mesh: zs.Mesh, zero: int, path: str) -> Any:
         engine.load_weights(path)
     finally:
         module.safe_open = before  # type: ignore[misc]
-    owned = sum(part.updater.values.nbytes for part in engine._assembly.parts.all)
-    states = engine._assembly.optimizer.held.states.values()
+    owned = sum(part.updater.values.nbytes for part in parts_of(engine).all)
+    states = held_states(engine).values()
     moved = all(state["exp_avg"].any() and state["step"] == 1 for state in states)
     return sum(file.nbytes for file in counted), owned, engine.state_dict(), moved
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from engine.models import Five
 from engine.offloaded import executing
+from inside import loss_count_of
 from pool import Pool, WorkerError
 from selection import by_default
 from torch import Tensor, nn
@@ -421,7 +422,7 @@ def test_a_checkpoint_keeps_the_count_of_the_last_step(settings: dict[str, Any],
     resumed.load(tmp_path / "saved")
     for engine in (straight, resumed):
         engine.train_step(own_part(2, "padded", 0, 1))
-        assert engine._backward.losses.count == float((own_part(2, "padded", 0, 1)[1] >= 0).sum())
+        assert loss_count_of(engine) == float((own_part(2, "padded", 0, 1)[1] >= 0).sum())
     assert all(torch.equal(value, resumed.state_dict()[key]) for key, value in straight.state_dict().items())
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from engine.offloaded import ADAMW
+from inside import late_updates_of
 from torch import Tensor, nn
 
 import zeroshard as zs
@@ -46,7 +47,7 @@ class Clocked:
         self._seconds = seconds
         model = Blocks()
         self.engine = zs.Engine(model, ADAMW, zs.Plan.from_dict({"offload": "optimizer", **plan}))
-        late = self.engine._assembly.late
+        late = late_updates_of(self.engine)
         assert isinstance(late, HostUpdates)
         late.link.now = lambda: self.clock.now
         for block in model.blocks:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from engine.offloaded import executing
+from inside import parts_of
 from pool import Pool
 from torch import Tensor, nn
 from torch.nn.functional import linear
@@ -77,7 +78,7 @@ def train(engine: zs.Engine, step: int, flush: bool = False) -> Tensor:
 
 
 def arriving(engine: zs.Engine) -> bool:
-    return {part.weights.residence for part in engine._assembly.parts.all} == {Residence.ARRIVING}
+    return {part.weights.residence for part in parts_of(engine).all} == {Residence.ARRIVING}
 
 
 def equal(one: Any, other: Any) -> bool:
@@ -207,7 +208,7 @@ def test_each_unit_waits_for_its_own_update_alone() -> None:
         seen: list[int] = []
 
         def count(*_: Any) -> None:
-            seen.append(sum(part.weights.residence is Residence.ARRIVING for part in engine._assembly.parts.all))
+            seen.append(sum(part.weights.residence is Residence.ARRIVING for part in parts_of(engine).all))
 
         for step in range(3):
             engine.backward(engine(torch.ones(2, WIDTH) * step).square().mean())

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from engine.plain import close, copy_of, mean_gradients, take_step
+from inside import held_states
 from jobs import error_of
 from pool import Pool
 from torch import Tensor, nn
@@ -426,7 +427,7 @@ def resumed(mesh: zs.Mesh, zero: int, source: Path | None, path: Path, steps: ra
         engine.backward(engine(rows(step, 0).float()))
         engine.step()
     engine.save(path, wait=True)
-    states = engine._assembly.optimizer.held.states.values()
+    states = held_states(engine).values()
     dtypes = {(key, value.dtype) for state in states for key, value in state.items()}
     return engine.state_dict(), dtypes, engine.optimizer.param_groups[0]["count"]
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from inside import late_updates_of, parts_of
 from jobs import error_of
 from pool import Pool
 from torch import Tensor, nn
@@ -79,7 +80,7 @@ def train(engine: zs.Engine, step: int) -> Tensor:
 
 
 def residences(engine: zs.Engine) -> set[Residence]:
-    return {part.weights.residence for part in engine._assembly.parts.all}
+    return {part.weights.residence for part in parts_of(engine).all}
 
 
 def arriving(engine: zs.Engine) -> bool:
@@ -155,7 +156,7 @@ def events_of_a_step(mesh: zs.Mesh) -> tuple[list[str], list[str], list[str]]:
         events.clear()
         engine(rows(mesh, 2))
         forward = list(events)
-    return [unit.label for unit in engine._assembly.parts.units], step, forward
+    return [unit.label for unit in parts_of(engine).units], step, forward
 
 
 def test_a_step_ends_before_its_gathers_and_each_unit_waits_for_its_own(pool: Pool) -> None:
@@ -301,8 +302,8 @@ def held_aliases(mesh: zs.Mesh, precision: str) -> list[list[bool]]:
         mine, other = alias(overlapped.model), alias(waited.model)  # type: ignore[arg-type]
         train(overlapped, step)
         train(waited, step)
-        now = {part.flat.unit.label: part.weights.residence for part in overlapped._assembly.parts.all}
-        root = overlapped._assembly.parts.units[-1].label
+        now = {part.flat.unit.label: part.weights.residence for part in parts_of(overlapped).all}
+        root = parts_of(overlapped).units[-1].label
         others = {residence for unit, residence in now.items() if unit != root}
         equal = bool((mine == other).all()) if name == "array" else same(mine, other)
         found.append([now[root] is Residence.GATHERED, others == {Residence.ARRIVING}, equal])
@@ -496,7 +497,7 @@ def test_bytes_belong_to_the_step_that_started_them_and_seconds_to_the_one_that_
 def nothing_to_wait_for(mesh: zs.Mesh) -> tuple[bool, list[int]]:
     engine = make(mesh, overlap_gather=True)
     train(engine, 0)
-    return residences(engine) == {Residence.GATHERED}, list(engine._assembly.late.awaited(range(3)))
+    return residences(engine) == {Residence.GATHERED}, list(late_updates_of(engine).awaited(range(3)))
 
 
 def test_one_rank_has_nothing_to_wait_for(pool: Pool) -> None:

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from engine.fused import COMMON, FEATURES, WIDTH, Model, cut_over, engine_of, plain, rows, run
+from inside import parts_of
 from pool import Pool
 from safetensors.torch import load_file
 from selection import by_default
@@ -312,7 +313,7 @@ def test_an_overflow_in_a_piece_of_several_ranks_is_seen_by_all(pool: Pool) -> N
 def diverged(mesh: zs.Mesh, name: str, rank: int) -> str:
     """One rank's copy differs by a bit; the error of the comparison."""
     engine = engine_of(mesh, {"zero": 1, "transport": "network"}, 2)
-    part = next(p for p in engine._assembly.parts.all for e in p.flat.index.entries if e.name == name)
+    part = next(p for p in parts_of(engine).all for e in p.flat.index.entries if e.name == name)
     if mesh.rank == rank:
         part.weights.full[: part.flat.index.numel] += 1
     try:

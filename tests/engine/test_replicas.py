@@ -6,6 +6,7 @@ import pytest
 import torch
 from engine.models import OPTIMIZERS, batch, build
 from engine.pipelines import data
+from inside import held_states, parts_of
 from pool import Pool
 
 import zeroshard as zs
@@ -41,7 +42,7 @@ def step(engine: zs.Engine, number: int) -> None:
 
 def place_of(engine: zs.Engine, name: str, what: str) -> torch.Tensor | None:
     """What this rank keeps of one parameter, if anything: its weights, fp32 masters, or a state of the optimizer."""
-    for part in engine._assembly.parts.all:
+    for part in parts_of(engine).all:
         for entry in part.flat.index.entries:
             if entry.name != name:
                 continue
@@ -52,7 +53,7 @@ def place_of(engine: zs.Engine, name: str, what: str) -> torch.Tensor | None:
                     start, values = 0, part.weights.full
             elif what != "masters":
                 span = next(s for s in part.updater.spans if entry.offset < s.stop)
-                start, values = span.start, engine._assembly.optimizer.held.states[span.tensor][what]
+                start, values = span.start, held_states(engine)[span.tensor][what]
             low, high = max(start, entry.offset), min(start + values.numel(), entry.stop)
             return values[low - start : high - start] if low < high else None
     return None

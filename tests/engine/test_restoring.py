@@ -10,6 +10,7 @@ import pytest
 import torch
 from checkpoint.faults import remade
 from engine.models import OPTIMIZERS, batch, build
+from inside import optimizer_of
 
 import zeroshard as zs
 from zeroshard.checkpoint.facts import kept, plain, setting
@@ -165,7 +166,7 @@ def test_options_and_states_come_back_as_they_were(tmp_path: Path, optimizer: An
         engine, again = (make(partial(optimizer, lr=lr, **kwargs)) for _ in range(2))
     except zs.errors.OptimizerError:
         pytest.skip("this optimizer takes no rate in a tensor, or needs whole tensors")
-    optimizers = [each._assembly.optimizer.optimizer for each in (engine, again)]
+    optimizers = [optimizer_of(each).optimizer for each in (engine, again)]
     path = save(tmp_path, engine)
     optimizers[1].param_groups[0]["lr"] = lr * 2
     again.load(path)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from inside import axes_of, parts_of
 from pool import Pool
 from torch import Tensor, nn
 
@@ -224,7 +225,7 @@ def test_a_split_matrix_trains_like_the_whole(pool: Pool, tmp_path: Path, data: 
 def divide(mesh: zs.Mesh, where: str) -> str:
     """One rank's copy differs by a bit; the error of the comparison."""
     engine = make(mesh, {"zero": 1, "transport": "network"}, data=False)
-    (part,) = [p for p in engine._assembly.parts.all if any(where in e.name for e in p.flat.index.entries)
+    (part,) = [p for p in parts_of(engine).all if any(where in e.name for e in p.flat.index.entries)
                and bool(p.splits) == (where == "middle")]  # fmt: skip
     if mesh.rank == 3:
         with torch.no_grad():
@@ -249,7 +250,7 @@ def disagree(mesh: zs.Mesh) -> str:
     engine = make(mesh, {"zero": 1, "transport": "network"}, data=False)
     engine.backward(engine(rows(0, engine.data_rank), kind_of(0, False)))
     if mesh.rank < 2:
-        axis = engine._axes.new["tensor"]
+        axis = axes_of(engine).new["tensor"]
         axis.comm.gather(torch.zeros(2), torch.zeros(1), Purpose.SETUP, f"one of {mesh.rank}").wait()
     try:
         engine.step()
@@ -269,7 +270,7 @@ def edit(mesh: zs.Mesh, zero: int) -> tuple[list[str], list[Tensor]]:
     said, seen = [], []
     for where in ("part", "dense", "twin", "writer"):
         engine = make(mesh, {"zero": zero, "transport": "network"}, data=False)
-        middle, axis = engine.model.middle, engine._axes.new["tensor"]
+        middle, axis = engine.model.middle, axes_of(engine).new["tensor"]
         try:
             with engine.gathered(writer=0 if where == "writer" else None), torch.no_grad():
                 if where == "dense":

@@ -19,6 +19,7 @@ from engine.models import OPTIMIZERS, build
 from engine.pipelines import data
 from engine.split_blocks import POSITIONS, SplitBlocks
 from engine.test_pipelines import plain
+from inside import axes_of, parts_of
 from pool import Pool
 from selection import by_default
 from torch import Tensor, nn
@@ -317,7 +318,7 @@ def test_a_checkpoint_loads_under_any_layout(pool: Pool, wide_pool: Pool, tmp_pa
 def divide(mesh: zs.Mesh, name: str, ranks: tuple[int, ...]) -> str:
     """The error of a comparison after some of 8 ranks wrote into a weight of theirs."""
     engine = make(mesh, "Five", {"microbatches": 2, "transport": "network"}, "replicated")
-    for part in engine._assembly.parts.all if mesh.rank in ranks else ():
+    for part in parts_of(engine).all if mesh.rank in ranks else ():
         for number, entry in enumerate(part.flat.index.entries):
             if entry.name == name:
                 with torch.no_grad():
@@ -351,7 +352,7 @@ def disagree(mesh: zs.Mesh) -> str:
     """One rank of each stage gathers once more than the other."""
     engine = make(mesh, "TiedFive", {}, "replicated")
     step(engine)
-    engine._axes.new["tensor"].comm.digests["gather"] += mesh.rank % 2
+    axes_of(engine).new["tensor"].comm.digests["gather"] += mesh.rank % 2
     try:
         step(engine)
     except zs.errors.CommError as error:

@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from inside import parts_of
 from pool import Pool
 from selection import by_default
 
@@ -307,7 +308,7 @@ def damage(mesh: zs.Mesh) -> str:
     take(engine, 0, 1)
     if mesh.rank == 3:
         with torch.no_grad():
-            for part in (part for part in engine._assembly.parts.all if part.splits):
+            for part in (part for part in parts_of(engine).all if part.splits):
                 part.weights.full[0] += 1
     with pytest.raises(zs.errors.DivergenceError) as error:
         engine.check_replicas()

@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from inside import held_states
 from pool import Pool
 from selection import by_default
 from torch import Tensor, nn
@@ -167,7 +168,7 @@ def kept(mesh: zs.Mesh, name: str, plan: zs.Plan) -> tuple[dict[str, int], list[
     sizes = {row.tier: row.measured_bytes for row in engine.memory() if row.category == "optimizer states"}
     shapes = [
         (key, tuple(value.shape))
-        for state in engine._assembly.optimizer.held.states.values()
+        for state in held_states(engine).values()
         for key, value in state.items()
         if key.startswith(("exp_avg_sq_", "accumulator"))
     ]
@@ -283,7 +284,7 @@ def strayed(mesh: zs.Mesh) -> str:
     take_steps(engine, mesh, range(1))
     engine.check_replicas()
     if mesh.rank == 1:
-        for state in engine._assembly.optimizer.held.states.values():
+        for state in held_states(engine).values():
             if state.get("exp_avg_sq_col") is not None and state["exp_avg_sq_col"].numel() == 2 * WIDTH:
                 state["exp_avg_sq_col"][0] += 1
     with pytest.raises(zs.errors.DivergenceError) as error:

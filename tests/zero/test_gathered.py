@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from inside import parts_of
 from pool import Pool
 from torch.utils._python_dispatch import TorchDispatchMode
 from zero.gathered_models import MODELS, WORDS
@@ -49,7 +50,7 @@ def gathered(
         torch.manual_seed(0)
         plan = zs.Plan(zero=3, transport="network", **settings)
         engine = zs.Engine(MODELS[name](), lambda ps: torch.optim.SGD(ps, lr=0.01), plan, mesh=mesh)
-        of_units = engine._assembly.parts.of_units
+        of_units = parts_of(engine).of_units
         batch = torch.randint(WORDS, (4 * plan.microbatches, 6))
         with AtEachOperation([[part.weights.full.untyped_storage() for part in parts] for parts in of_units]) as watch:
             for _ in range(2):

@@ -4,6 +4,7 @@ from functools import partial
 from unittest.mock import patch
 
 import torch
+from inside import gradients_of
 from pool import Pool
 from torch import nn
 
@@ -16,7 +17,7 @@ def read(mesh: zs.Mesh) -> tuple[int, list[str]]:
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
     plan = zs.Plan(zero=1, transport="shared", units=("0", "1", "2"))
     engine = zs.Engine(model, partial(torch.optim.SGD, lr=0.1), plan, mesh=mesh)
-    reductions = [gradients.reduction for gradients in engine._backward.gradients]
+    reductions = [gradients.reduction for gradients in gradients_of(engine)]
     done, said = Exchange.done, list[str]()
 
     def heard(self: Exchange) -> None:
