@@ -9,8 +9,9 @@ evaluated under three models of time:
 
 - paper: max(compute, 2 (m-1) w / B) / m for each stage (SOSP 2019, section 3.1);
 - released: (compute + 4 (m-1) w / (B m)) / m, as the authors' program (msr-fiddle/pipedream) computes it;
-- simulated: PipeDream's schedule on a clock (`zeroshard.pipeline.simulated`); a reduction sends 2 (m-1) / m of the
-  weights from each replica, once per round of m microbatches, and begins when the round's backwards have ended.
+- simulated: PipeDream's schedule on a clock (`zeroshard.pipeline.partition.simulated`); a reduction sends
+  2 (m-1) / m of the weights from each replica, once per round of m microbatches, and begins when the round's
+  backwards have ended.
 
 Every figure is a split's seconds per microbatch over the least of all objectives' splits on the same machines.
 """
@@ -22,10 +23,10 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from zeroshard.pipeline.cluster import Cluster
-from zeroshard.pipeline.partition import OBJECTIVES, Partition, partition
-from zeroshard.pipeline.profile import LayerCost
-from zeroshard.pipeline.simulated import fastest, timed
+from zeroshard.pipeline.partition.cluster import Cluster
+from zeroshard.pipeline.partition.pipedream import OBJECTIVES, Partition, partition
+from zeroshard.pipeline.partition.profile import LayerCost
+from zeroshard.pipeline.partition.simulated import fastest, timed
 
 BYTES, GBIT = 4, 1e9 / 8
 RATES = {"V100": 7.5e12, "TITAN X": 3.3e12}  # FLOP/s of matrix products, about half of the peak

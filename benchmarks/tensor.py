@@ -115,7 +115,7 @@ def with_ours(model: Any, mesh: Any, sequence: bool, shares: bool) -> list[Any]:
     from zeroshard.comm.collectives import Comm
     from zeroshard.parts.place import Axis, Partial
     from zeroshard.tensor.policy import TensorParallel
-    from zeroshard.tensor.technique import TensorTechnique
+    from zeroshard.tensor.split.technique import TensorTechnique
 
     table = {"embedding": "whole", "output": "whole"}
     for names, style in ((("q", "k", "v"), "column"), (("o",), "row")):
@@ -235,7 +235,7 @@ def take_turns(ranks: int, shape: Sequence[int], rounds: int, kinds: Sequence[st
     import torch.distributed as dist
 
     import zeroshard as zs
-    from zeroshard.tensor.collectives import TensorRanks
+    from zeroshard.tensor.split.collectives import TensorRanks
 
     torch.set_num_threads(1)
     mesh = zs.init_mesh(device="cpu")

@@ -28,7 +28,7 @@ from zeroshard.cli.run import RunOptions
 from zeroshard.cli.simulate import SimulateOptions
 from zeroshard.cli.simulate import run as run_simulate
 from zeroshard.cli.verify import VerificationOptions
-from zeroshard.pipeline.cluster import Cluster
+from zeroshard.pipeline.partition.cluster import Cluster
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.options import parse
 from zeroshard.train.toml_config import load_toml

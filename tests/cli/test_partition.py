@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from zeroshard.cli.main import main
-from zeroshard.pipeline.cluster import Cluster
-from zeroshard.pipeline.partition import OBJECTIVES, partition
-from zeroshard.pipeline.profile import LayerCost, Profile
-from zeroshard.pipeline.simulated import timed
+from zeroshard.pipeline.partition.cluster import Cluster
+from zeroshard.pipeline.partition.pipedream import OBJECTIVES, partition
+from zeroshard.pipeline.partition.profile import LayerCost, Profile
+from zeroshard.pipeline.partition.simulated import timed
 
 SOURCE = Path(__file__).parents[2] / "src" / "zeroshard"
 LAYERS = (  # two light layers with long computation, then one that is nearly all of the weights

@@ -10,7 +10,7 @@ import torch
 
 from zeroshard.cli import profile as profile_command
 from zeroshard.cli.main import main
-from zeroshard.pipeline.profile import Profile
+from zeroshard.pipeline.partition.profile import Profile
 
 QUICK = ("--sequence", "8", "--rows", "2", "--repeats", "1", "--device", "cpu")
 LLAMA = {"model_type": "llama", "vocab_size": 300, "hidden_size": 16, "intermediate_size": 32}

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from zeroshard.cli.main import main
-from zeroshard.pipeline.profile import LayerCost, Profile
+from zeroshard.pipeline.partition.profile import LayerCost, Profile
 
 
 @pytest.fixture(autouse=True)

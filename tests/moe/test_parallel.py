@@ -22,7 +22,7 @@ from zeroshard.moe.byte_formulas import balanced as balanced_formula
 from zeroshard.moe.byte_formulas import states_of
 from zeroshard.moe.weight_gradients import StackGradient
 from zeroshard.parts.axes import Axes
-from zeroshard.pipeline.chunks import Chunks
+from zeroshard.pipeline.run.chunks import Chunks
 from zeroshard.zero.byte_formulas import BytesPerParameter
 
 STEPS = 3

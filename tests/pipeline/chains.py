@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zeroshard.pipeline.chain import Chain
+from zeroshard.pipeline.cut.chain import Chain
 
 Run = Callable[[nn.Module, Any], Any]
 Outcome = tuple[Tensor, dict[str, Tensor]]  # the loss, and gradients by name

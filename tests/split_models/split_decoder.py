@@ -12,9 +12,9 @@ from torch.nn import functional as F
 import zeroshard as zs
 from zeroshard.comm.collectives import Comm
 from zeroshard.parts.place import Axis, Partial, Split
-from zeroshard.tensor import technique
-from zeroshard.tensor.found import AttentionSizes, FoundLayer, FoundLayers, Segment, Style
+from zeroshard.tensor.find.found import AttentionSizes, FoundLayer, FoundLayers, Segment, Style
 from zeroshard.tensor.policy import TensorParallel
+from zeroshard.tensor.split import technique
 
 WIDTH, HEADS, SIZE, INNER, LAYERS, VOCABULARY = 16, 4, 4, 24, 2, 11
 

@@ -10,9 +10,9 @@ from torch.utils._pytree import tree_leaves
 import zeroshard as zs
 from zeroshard.comm.collectives import Comm
 from zeroshard.parts.place import Axis
-from zeroshard.tensor.collectives import TensorRanks
-from zeroshard.tensor.cross_entropy import SplitVocabulary
-from zeroshard.tensor.vocabulary import split_embedding, split_output
+from zeroshard.tensor.split.collectives import TensorRanks
+from zeroshard.tensor.split.cross_entropy import SplitVocabulary
+from zeroshard.tensor.split.vocabulary import split_embedding, split_output
 from zeroshard.traffic import Purpose
 
 

@@ -12,9 +12,9 @@ import torch
 from split_models.small_models import FAMILIES, LAYERS, family
 
 from zeroshard.planner.predict.torch_internals import fakes
-from zeroshard.tensor.find_layers import find
-from zeroshard.tensor.found import FoundLayers, HeadArgument, Style
-from zeroshard.tensor.layout import every
+from zeroshard.tensor.find.found import FoundLayers, HeadArgument, Style
+from zeroshard.tensor.find.layers import find
+from zeroshard.tensor.find.layout import every
 from zeroshard.tensor.policy import TensorParallel
 
 # Features / parts of each segment; t ranks, k = min(t, KV heads). W is 32; d_ff, heads and KV heads as in FAMILIES.

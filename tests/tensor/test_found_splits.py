@@ -14,9 +14,9 @@ from torch import Tensor
 import zeroshard as zs
 from zeroshard.comm.collectives import Comm
 from zeroshard.parts.place import Axis, Partial
-from zeroshard.tensor.collectives import TensorRanks
 from zeroshard.tensor.policy import TensorParallel
-from zeroshard.tensor.technique import TensorTechnique
+from zeroshard.tensor.split.collectives import TensorRanks
+from zeroshard.tensor.split.technique import TensorTechnique
 
 ROWS, POSITIONS = 2, 8
 KEY_BIAS = re.compile(r"k(ey|_proj)\.bias$")

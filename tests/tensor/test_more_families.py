@@ -11,10 +11,10 @@ from split_models.more_families import FAMILIES, OWN, V, more_family
 from torch import Tensor, nn
 
 import zeroshard as zs
-from zeroshard.tensor import model_trial
-from zeroshard.tensor.find_layers import find
-from zeroshard.tensor.found import FoundLayer, Style
-from zeroshard.tensor.layout import every
+from zeroshard.tensor.find import model_trial
+from zeroshard.tensor.find.found import FoundLayer, Style
+from zeroshard.tensor.find.layers import find
+from zeroshard.tensor.find.layout import every
 from zeroshard.tensor.policy import TensorParallel
 
 pytest.importorskip("transformers")

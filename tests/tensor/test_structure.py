@@ -11,9 +11,9 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 from zeroshard.errors import PlanError
-from zeroshard.tensor.find_layers import find
-from zeroshard.tensor.found import FoundLayer, FoundLayers, Segment, Style, check_splits
-from zeroshard.tensor.layout import every
+from zeroshard.tensor.find.found import FoundLayer, FoundLayers, Segment, Style, check_splits
+from zeroshard.tensor.find.layers import find
+from zeroshard.tensor.find.layout import every
 from zeroshard.tensor.policy import TensorParallel
 
 WIDTH, HEADS, SIZE = 16, 4, 6  # heads that are not as wide together as the stream

@@ -20,9 +20,9 @@ from torch.nn import functional as F
 import zeroshard as zs
 from tensor.test_structure import HEADS, SIZE, WIDTH, FeedForward, Fused, shapes
 from zeroshard.errors import PlanError
-from zeroshard.tensor.find_layers import find
-from zeroshard.tensor.found import FoundLayer, Style
-from zeroshard.tensor.layout import every
+from zeroshard.tensor.find.found import FoundLayer, Style
+from zeroshard.tensor.find.layers import find
+from zeroshard.tensor.find.layout import every
 from zeroshard.tensor.policy import TensorParallel
 
 BLOCK = "model.layers.*."

@@ -16,7 +16,7 @@ import zeroshard as zs
 from zeroshard.errors import ModelError, PlanError
 from zeroshard.losses.absent_logits import AbsentLogits
 from zeroshard.losses.heads import set_loss_chunk
-from zeroshard.tensor.logits import ShardedLogits
+from zeroshard.tensor.split.logits import ShardedLogits
 
 transformers = pytest.importorskip("transformers")
 V, D, ROWS = 257, 12, 30

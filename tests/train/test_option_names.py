@@ -16,7 +16,7 @@ from zeroshard.errors import ZeroshardError
 from zeroshard.moe.policy import ExpertParallel
 from zeroshard.moe.technique import ExpertTechnique
 from zeroshard.plan import GROUPS, Plan
-from zeroshard.tensor.find_layers import find
+from zeroshard.tensor.find.layers import find
 from zeroshard.tensor.policy import TensorParallel
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.gpt import GPT, SIZES

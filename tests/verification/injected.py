@@ -13,11 +13,11 @@ from torch.nn import functional as F
 
 from zeroshard.engine import engine as engine_module
 from zeroshard.engine import update as update_module
-from zeroshard.pipeline.tied_weights import _Lent
+from zeroshard.pipeline.run.tied_weights import _Lent
 from zeroshard.step.losses import Loss
-from zeroshard.tensor import technique as tensor_module
-from zeroshard.tensor.layers import RowForward
-from zeroshard.tensor.overlap import Input
+from zeroshard.tensor.split import technique as tensor_module
+from zeroshard.tensor.split.layers import RowForward
+from zeroshard.tensor.split.overlap import Input
 from zeroshard.zero.reduce import Scatter
 from zeroshard.zero.weights import Sliced
 

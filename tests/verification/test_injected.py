@@ -11,7 +11,7 @@ from verification.injected import BUGS, around
 from verification.jobs import job, padded, summed
 
 import zeroshard as zs
-from zeroshard.pipeline.executor import Executor
+from zeroshard.pipeline.run.executor import Executor
 from zeroshard.verification.job import VerificationJob
 from zeroshard.verification.observe import RankRecord, observe
 from zeroshard.verification.run import compared

@@ -19,7 +19,7 @@ from zeroshard.checkpoint import MANIFEST, Reader
 from zeroshard.checkpoint.compare import Comparison, compare
 from zeroshard.checkpoint.folder import find_checkpoint
 from zeroshard.errors import CheckpointError, ConfigError, DamagedError
-from zeroshard.pipeline.cluster import format_size
+from zeroshard.pipeline.partition.cluster import format_size
 from zeroshard.plan import upgraded
 
 USAGE = """usage: zeroshard checkpoint ls [PATH]        checkpoints of a folder, a run, or all runs (default: runs)

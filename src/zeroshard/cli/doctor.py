@@ -15,7 +15,7 @@ from zeroshard.doctor.facts import Facts, gather_facts
 from zeroshard.doctor.measure import Effort, measure
 from zeroshard.doctor.profile import PAIR, MachineProfile, Timing, default_path
 from zeroshard.errors import ConfigError
-from zeroshard.pipeline.cluster import format_size
+from zeroshard.pipeline.partition.cluster import format_size
 from zeroshard.report.plain_table import plain_table
 
 COLOURS = {"ok": "green", "warning": "yellow", "error": "bold red"}

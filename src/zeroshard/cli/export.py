@@ -18,7 +18,7 @@ from zeroshard.checkpoint.folder import find_checkpoint
 from zeroshard.checkpoint.stream import in_order
 from zeroshard.checkpoint.weights import INDEX, SINGLE
 from zeroshard.errors import CheckpointError, ConfigError
-from zeroshard.pipeline.cluster import format_size, parse_size
+from zeroshard.pipeline.partition.cluster import format_size, parse_size
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CONFIG = "config.json"

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import jinja2
 
 from zeroshard.errors import ConfigError
-from zeroshard.pipeline.cluster import parse_size
+from zeroshard.pipeline.partition.cluster import parse_size
 
 STOPPED, WRONG = 75, 2  # exit codes of a run: saved on request, and wrong options, data or model
 MEBI = 2**20

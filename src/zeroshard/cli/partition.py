@@ -12,10 +12,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from zeroshard.errors import ConfigError, PlanError
-from zeroshard.pipeline.cluster import Cluster, format_size, parse_size
-from zeroshard.pipeline.partition import Partition, PartitionStage, Shape, partition
-from zeroshard.pipeline.profile import LayerCost, Profile
-from zeroshard.pipeline.simulated import SIMULATED, fastest
+from zeroshard.pipeline.partition.cluster import Cluster, format_size, parse_size
+from zeroshard.pipeline.partition.pipedream import Partition, PartitionStage, Shape, partition
+from zeroshard.pipeline.partition.profile import LayerCost, Profile
+from zeroshard.pipeline.partition.simulated import SIMULATED, fastest
 from zeroshard.report.plain_table import plain_table
 
 RIVALS: dict[str, Shape] = {"data parallel": "data parallel", "straight pipeline": "straight", "one device": "any"}

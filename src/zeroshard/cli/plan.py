@@ -18,7 +18,7 @@ from rich.text import Text
 from zeroshard.doctor.hardware import Machines
 from zeroshard.doctor.profile import MachineProfile, default_path
 from zeroshard.errors import ConfigError, DataError
-from zeroshard.pipeline.cluster import parse_size
+from zeroshard.pipeline.partition.cluster import parse_size
 from zeroshard.plan import Plan
 from zeroshard.planner.predict.predict import predict
 from zeroshard.planner.predict.rehearse import TrainingTask, quiet
@@ -39,8 +39,8 @@ from zeroshard.report.plan_text import (
     timeline_picture,
     wire_table,
 )
-from zeroshard.tensor.explain import ExplainedLayer, explain, explain_sequences
-from zeroshard.tensor.find_layers import find
+from zeroshard.tensor.find.explain import ExplainedLayer, explain, explain_sequences
+from zeroshard.tensor.find.layers import find
 from zeroshard.train.config import OptimizerName, TrainConfig
 from zeroshard.train.family import SOURCE, default_plans, largest_table
 from zeroshard.train.gpt import SIZES

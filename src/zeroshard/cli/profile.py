@@ -14,10 +14,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from zeroshard.errors import ConfigError
-from zeroshard.pipeline.chain import Chain
-from zeroshard.pipeline.cluster import format_size
-from zeroshard.pipeline.measure import REPEATS, measure
-from zeroshard.pipeline.profile import LayerCost, Profile
+from zeroshard.pipeline.cut.chain import Chain
+from zeroshard.pipeline.partition.cluster import format_size
+from zeroshard.pipeline.partition.measure import REPEATS, measure
+from zeroshard.pipeline.partition.profile import LayerCost, Profile
 from zeroshard.platform import accelerator
 from zeroshard.train.model import build_model
 from zeroshard.train.tokenizer import load_tokenizer

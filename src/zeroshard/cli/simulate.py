@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 from zeroshard.errors import ConfigError
-from zeroshard.pipeline.balance import balance
-from zeroshard.pipeline.profile import Profile
+from zeroshard.pipeline.partition.balance import balance
+from zeroshard.pipeline.partition.profile import Profile
 from zeroshard.report.timeline_figure import time_unit, timeline_svg
 from zeroshard.report.timeline_trace import timeline_trace
 from zeroshard.report.wording import format_bytes

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from zeroshard.doctor.facts import Facts
-from zeroshard.pipeline.cluster import format_size
+from zeroshard.pipeline.partition.cluster import format_size
 
 TESTED_PYTHON = (3, 11)
 TESTED_TORCH = (2, 13)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from zeroshard.errors import ConfigError, PlanError
-from zeroshard.pipeline.cluster import format_size, parse_size
+from zeroshard.pipeline.partition.cluster import format_size, parse_size
 
 Operation = Literal["gather", "exchange", "send"]
 UPDATE_TRAFFIC = 28 / 12  # bytes that a host Adam moves per byte of states: 12 read, 12 written, gradient and weight

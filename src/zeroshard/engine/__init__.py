@@ -2,7 +2,7 @@
 
 Read `zeroshard.parts` (what hangs on a flat buffer), then `engine`, `build` (which parts a plan makes), `forward`,
 `backward`, `update`, and `readings`. Steps are lists of actions: `gradient_accumulation`, and for several
-`zeroshard.pipeline.steps`.
+`zeroshard.pipeline.run.steps`.
 """
 
 import torch._dynamo  # noqa: F401  (torch imports it with the first optimizer, and then with collections)

@@ -35,8 +35,8 @@ from zeroshard.memory.ledger import Ledger
 from zeroshard.optim import BetweenSteps, members_of
 from zeroshard.parts.axes import Axes
 from zeroshard.pipeline.buffers import whole_state_dict
+from zeroshard.pipeline.run.steps import PipelineOrder
 from zeroshard.pipeline.stage import Stage, make_stage
-from zeroshard.pipeline.steps import PipelineOrder
 from zeroshard.plan import Plan
 from zeroshard.platform.accelerator import is_accelerator
 from zeroshard.precision.call import call_with

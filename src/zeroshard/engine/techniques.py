@@ -28,7 +28,7 @@ from zeroshard.validation.division import check_ranks
 def _tensor(plan: Plan) -> Technique | None:
     if not plan.tensor.splits:
         return None
-    from zeroshard.tensor.technique import TensorTechnique  # engines that do without start sooner
+    from zeroshard.tensor.split.technique import TensorTechnique  # engines that do without start sooner
 
     return TensorTechnique(plan.tensor, plan.transport, plan.offloading.moments)
 

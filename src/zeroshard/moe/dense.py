@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from zeroshard.moe.activations import ACTIVATIONS
 from zeroshard.moe.layer import FeedForward
-from zeroshard.tensor.groups import is_attention, own_groups
-from zeroshard.tensor.linear import linear_features
-from zeroshard.tensor.trial import TrialWeights, alike, apart, copy_of, in_short
+from zeroshard.tensor.find.groups import is_attention, own_groups
+from zeroshard.tensor.find.linear import linear_features
+from zeroshard.tensor.find.trial import TrialWeights, alike, apart, copy_of, in_short
 
 WIDTH, HIDDEN = 4, 6  # features in a trial
 SHAPE = 2, 3  # batch and positions in a trial

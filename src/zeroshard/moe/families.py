@@ -24,7 +24,7 @@ from zeroshard.moe.kernels import ExpertStack, expert_rows
 from zeroshard.moe.routing import Routing
 from zeroshard.moe.statistics import Statistics
 from zeroshard.parts.technique import ROWS_OF_OTHERS
-from zeroshard.tensor.trial import apart
+from zeroshard.tensor.find.trial import apart
 
 Forward = Callable[[Tensor, Routing], Tensor]
 Compute = Callable[[Tensor, Sequence[int], Tensor | None], Tensor]

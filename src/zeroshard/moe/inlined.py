@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import TransformerDecoderLayer, TransformerEncoder, TransformerEncoderLayer
 
-from zeroshard.tensor.linear import linear_features
-from zeroshard.tensor.trial import TrialWeights, alike, apart, copy_of
+from zeroshard.tensor.find.linear import linear_features
+from zeroshard.tensor.find.trial import TrialWeights, alike, apart, copy_of
 
 WIDTH, HIDDEN = 4, 6  # features in a trial
 SHAPE = 2, 3  # batch and positions in a trial

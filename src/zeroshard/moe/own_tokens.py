@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zeroshard.moe.routing import Routing
 from zeroshard.parts.place import Axis
-from zeroshard.tensor.collectives import CutRows, JoinRows, TensorRanks
+from zeroshard.tensor.split.collectives import CutRows, JoinRows, TensorRanks
 
 
 class OwnTokens:

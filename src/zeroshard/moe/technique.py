@@ -27,8 +27,8 @@ from zeroshard.moe.routing import Routing
 from zeroshard.parts.place import Axis, Piece, Split
 from zeroshard.parts.technique import CUT, NewAxis, neighbours
 from zeroshard.platform.shared_memory import machine
-from zeroshard.tensor.technique import AXIS as TENSOR
-from zeroshard.tensor.technique import share_operands
+from zeroshard.tensor.split.technique import AXIS as TENSOR
+from zeroshard.tensor.split.technique import share_operands
 from zeroshard.units.hooks import in_place_of, listen
 
 AXIS = "experts"

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from zeroshard.errors import PlanError
-from zeroshard.pipeline.messages import UNDER_WAY
+from zeroshard.pipeline.run.messages import UNDER_WAY
 from zeroshard.planning.offers import Fastest, Offer, Refused, Site, divisors
 from zeroshard.planning.questions import Choice, Description, LeftOut, Split, States
 from zeroshard.schedule import PipelineSchedule

@@ -24,14 +24,14 @@ from zeroshard.memory.ledger import Category, Ledger
 from zeroshard.parts.place import Axis
 from zeroshard.parts.planned import Planned
 from zeroshard.parts.technique import Technique
-from zeroshard.pipeline.balance import balance
-from zeroshard.pipeline.borrowed import Borrowed
-from zeroshard.pipeline.chain import Chain, Layer
-from zeroshard.pipeline.deferred import Deferral
-from zeroshard.pipeline.measure import measure
+from zeroshard.pipeline.cut.chain import Chain, Layer
+from zeroshard.pipeline.partition.balance import balance
+from zeroshard.pipeline.partition.measure import measure
 from zeroshard.pipeline.policy import Cut, Pipeline
 from zeroshard.pipeline.replaced import Replaced, replaced
-from zeroshard.pipeline.scattered import Scattered
+from zeroshard.pipeline.run.borrowed import Borrowed
+from zeroshard.pipeline.run.deferred import Deferral
+from zeroshard.pipeline.run.scattered import Scattered
 from zeroshard.pipeline.whole import DtypeOf, WholeModel
 from zeroshard.schedule import Loan, PipelineSchedule, verify
 from zeroshard.schedule.orders import warm_up

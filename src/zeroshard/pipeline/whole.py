@@ -13,7 +13,7 @@ from zeroshard.memory.ledger import Ledger
 from zeroshard.parts.place import Axis
 from zeroshard.parts.planned import Planned
 from zeroshard.parts.technique import Technique
-from zeroshard.pipeline.chain import Layer
+from zeroshard.pipeline.cut.chain import Layer
 from zeroshard.pipeline.policy import Cut
 from zeroshard.pipeline.replaced import Replaced, replaced
 from zeroshard.schedule import PipelineSchedule

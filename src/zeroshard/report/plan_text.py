@@ -10,13 +10,13 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from zeroshard.pipeline.cluster import format_size
+from zeroshard.pipeline.partition.cluster import format_size
 from zeroshard.planner.predict.result import Prediction, Refusal, Span
 from zeroshard.planner.search.largest import Largest
 from zeroshard.planner.search.text import MODES, TIME_MODES, alike, categories, seconds, shares, short
 from zeroshard.report.timeline_figure import NAMES
 from zeroshard.schedule.actions import Kind
-from zeroshard.tensor.explain import ExplainedLayer
+from zeroshard.tensor.find.explain import ExplainedLayer
 
 HEADS = {
     "parameters": "params",

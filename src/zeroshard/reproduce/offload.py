@@ -11,7 +11,7 @@ import torch
 
 from zeroshard.doctor.hardware import Machines
 from zeroshard.memory.ledger import MODEL_STATES, Category
-from zeroshard.pipeline.cluster import format_size
+from zeroshard.pipeline.partition.cluster import format_size
 from zeroshard.plan import Plan
 from zeroshard.planner.predict.predict import predict
 from zeroshard.planner.predict.rehearse import Rehearsed, TrainingTask, rehearse

@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Iterator
 from fractions import Fraction
 
-from zeroshard.pipeline.cluster import Cluster
-from zeroshard.pipeline.partition import partition
-from zeroshard.pipeline.profile import LayerCost
+from zeroshard.pipeline.partition.cluster import Cluster
+from zeroshard.pipeline.partition.pipedream import partition
+from zeroshard.pipeline.partition.profile import LayerCost
 from zeroshard.reproduce.claim import Claim, Reading, Say
 from zeroshard.schedule import Layout, PipelineSchedule
 from zeroshard.schedule.orders import STREAMING

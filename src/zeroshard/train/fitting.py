@@ -10,7 +10,7 @@ import torch
 from zeroshard.comm.mesh import Mesh
 from zeroshard.engine.techniques import data_ranks_of
 from zeroshard.errors import BudgetExceeded, ZeroshardError
-from zeroshard.pipeline.cluster import format_size
+from zeroshard.pipeline.partition.cluster import format_size
 from zeroshard.plan import Plan
 from zeroshard.planner.predict.predict import predict
 from zeroshard.planner.predict.result import TEMPORARIES, Prediction

@@ -17,7 +17,7 @@ import torch
 from zeroshard.comm.collectives import Purpose
 from zeroshard.engine import Engine
 from zeroshard.memory import Disk, HostMemory
-from zeroshard.pipeline.cluster import format_size
+from zeroshard.pipeline.partition.cluster import format_size
 from zeroshard.planner.predict.memory_tracker import Tracker
 from zeroshard.planner.predict.rehearse import by_cause
 from zeroshard.planner.predict.result import TEMPORARIES, Prediction

@@ -20,7 +20,7 @@ from zeroshard.comm.mesh import Mesh
 from zeroshard.engine import Engine, StepResult, Trace
 from zeroshard.engine.techniques import together_of
 from zeroshard.errors import BudgetExceeded, CheckpointWarning, NonFiniteError, RoutingWarning, Stopped
-from zeroshard.pipeline.cluster import format_size
+from zeroshard.pipeline.partition.cluster import format_size
 from zeroshard.planner.search.text import short
 from zeroshard.resilience import Stragglers
 from zeroshard.train.config import TrainConfig

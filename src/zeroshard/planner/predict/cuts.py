@@ -10,11 +10,11 @@ from torch.utils._pytree import tree_map
 
 from zeroshard.doctor.hardware import Machines
 from zeroshard.errors import PlanError
-from zeroshard.pipeline.chain import Chain
-from zeroshard.pipeline.cluster import Cluster
-from zeroshard.pipeline.measure import measure
-from zeroshard.pipeline.partition import partition
-from zeroshard.pipeline.profile import LayerCost
+from zeroshard.pipeline.cut.chain import Chain
+from zeroshard.pipeline.partition.cluster import Cluster
+from zeroshard.pipeline.partition.measure import measure
+from zeroshard.pipeline.partition.pipedream import partition
+from zeroshard.pipeline.partition.profile import LayerCost
 from zeroshard.planner.predict.memory_tracker import Tracker
 from zeroshard.planner.predict.rehearse import Rates, TrainingTask, quiet
 from zeroshard.planner.predict.shallow import FEW, cut, stacks_of

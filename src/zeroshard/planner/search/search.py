@@ -25,7 +25,7 @@ from zeroshard.doctor.hardware import Machines
 from zeroshard.errors import PlanError, ZeroshardError
 from zeroshard.offload import choice as offload
 from zeroshard.pipeline import choice as pipeline
-from zeroshard.pipeline.cluster import format_size
+from zeroshard.pipeline.partition.cluster import format_size
 from zeroshard.plan import Plan
 from zeroshard.planner.choices import choices_of
 from zeroshard.planner.predict.cuts import Layers, layers_of

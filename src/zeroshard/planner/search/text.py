@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from zeroshard.memory.ledger import Category
-from zeroshard.pipeline.cluster import format_size
+from zeroshard.pipeline.partition.cluster import format_size
 from zeroshard.plan import Plan
 from zeroshard.planner.choices import choices_of
 from zeroshard.planner.predict.result import Prediction, Refusal

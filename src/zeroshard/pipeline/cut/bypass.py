@@ -1,0 +1,245 @@
+"""Values that cross between stages beside the activation ([Note: values beside the activation]), and their message.
+
+Both ends know the values of a boundary from the probe, and their shapes from placeholders; so all of them go in one
+message of bytes.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from zeroshard.errors import BatchError, ModelError
+from zeroshard.pipeline.cut.gates import Gate
+from zeroshard.pipeline.cut.origins import Aside, Origins, ReturnedValue
+from zeroshard.pipeline.cut.placeholders import unsent
+
+ALIGNMENT = 16  # bytes at which each value of a message begins
+NUMBERS = {bool: torch.int64, int: torch.int64, float: torch.float64}  # the dtypes in which numbers are sent
+
+
+@dataclass(slots=True)
+class Crossing:
+    """The sources that cross boundaries of a chain.
+
+    Attributes:
+        groups: sources that are one value, with the layer of each and the last layer that reads it (-1: all).
+        examples: their values in the example, for forwards that only look for shapes.
+        asides: tensors that layers read which no module returned to them.
+        leaves: by module and call, how many values a module returned in the example.
+    """
+
+    groups: list[list[tuple[ReturnedValue, int, int]]] = field(default_factory=list)
+    examples: dict[ReturnedValue, Any] = field(default_factory=dict)
+    asides: set[Aside] = field(default_factory=set)
+    leaves: dict[tuple[str, int], int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, origins: Origins, blocks: set[str], overwritten: set[str]) -> "Crossing":
+        """What a forward has shown.
+
+        Args:
+            blocks: names of the blocks; what other modules return, the code around the blocks may read anywhere.
+            overwritten: names of modules into whose outputs the code around them writes, each of which has a copy.
+        """
+        groups: dict[ReturnedValue, list[ReturnedValue]] = {source: [source] for source in origins.last_read}
+        examples: dict[ReturnedValue, Any] = {}
+        for tensor, alike in origins.alike:
+            read = [source for source in alike if source in origins.last_read]
+            together = [source for source in read if source.path not in overwritten]
+            groups |= dict.fromkeys(together, together)
+            if not tensor.is_meta:
+                examples |= dict.fromkeys(read, tensor.detach())
+            origins.last_read |= {source: math.inf for source in read if source.path not in blocks}
+        last = {source: -1 if layer == math.inf else int(layer) for source, layer in origins.last_read.items()}
+        unique = sorted({tuple(sorted(group)) for group in groups.values()})
+        named = [[(source, origins.layer_of[source], last[source]) for source in group] for group in unique]
+        return cls(named, examples, origins.asides, origins.leaves)
+
+    def plain(self) -> list[Any]:
+        """The groups as JSON takes them."""
+        return [[[list(source), layer, last] for source, layer, last in group] for group in self.groups]
+
+    def follow(self, plain: list[Any]) -> None:
+        """Take another rank's groups."""
+        self.groups = [[(ReturnedValue(*source), layer, last) for source, layer, last in group] for group in plain]
+
+    def at(self, boundary: int) -> list[tuple[ReturnedValue, ...]]:
+        """The groups that cross before a layer."""
+        crossing = (
+            tuple(s for s, layer, last in group if layer < boundary and (last < 0 or boundary <= last))
+            for group in self.groups
+        )
+        return [group for group in crossing if group]
+
+    def of_call(self, path: str, number: int) -> list[ReturnedValue]:
+        """The sources among what a module returns in a call."""
+        return [s for group in self.groups for s, *_ in group if s.path == path and s.call == number]
+
+    def refuse_asides(self, firsts: Iterable[int], names: list[str]) -> None:
+        """Refuse tensors that would have to reach another stage without being returned.
+
+        Raises:
+            ModelError: with the module that makes one.
+        """
+        for aside in sorted(self.asides):
+            if any(aside.made < first <= aside.read for first in firsts):
+                raise ModelError(
+                    f"{names[aside.read]!r} reads a tensor that {aside.path!r} made on an earlier stage and did not "
+                    f"return (an attribute, or a variable around the model), so that stage cannot send it. Return it "
+                    f"from the module, keep both on one stage with pipeline_parallel.split=(...), or use "
+                    f"pipeline_parallel=1."
+                )
+
+
+class Bypass:
+    """The values of sources in one forward of a part of the chain.
+
+    Attributes:
+        known: by source; those that came from earlier stages, and those that modules returned since.
+    """
+
+    def __init__(self, known: Mapping[ReturnedValue, Any] | None = None) -> None:
+        self.known = dict(known or {})
+        self._calls: Counter[str] = Counter()
+        self._inside = False
+
+    def call(self, path: str) -> int | None:
+        """The number of a module's call that comes next; None inside of another module's."""
+        if self._inside:
+            return None
+        self._calls[path] += 1
+        return self._calls[path] - 1
+
+    def run(self, crossing: Crossing, gate: Gate, number: int, args: Any, kwargs: Any) -> Any:
+        """Run a module in its call of a number, and note what it returns.
+
+        Raises:
+            BatchError: it returns more or fewer values than in the example, and later layers read some.
+        """
+        self._inside = True
+        try:
+            output = gate.original(*args, **kwargs)
+        finally:
+            self._inside = False
+        sources = crossing.of_call(gate.path, number)
+        if sources:
+            leaves, _ = tree_flatten(output)
+            expected = crossing.leaves.get((gate.path, number), len(leaves))
+            if len(leaves) != expected:
+                raise BatchError(
+                    f"{gate.path!r} returns {len(leaves)} values and {expected} in the example, and later stages read "
+                    f"some of them. Return them as one tensor, or give every microbatch the shape of the example."
+                )
+            for source in sources:
+                leaf = leaves[source.leaf]
+                copies = gate.overwritten and isinstance(leaf, Tensor)  # the code around it writes into what it returns
+                self.known[source] = leaf.detach().clone() if copies else leaf
+        return output
+
+    def fill(self, crossing: Crossing, gate: Gate, number: int, output: Any) -> Any:
+        """A placeholder for an output, with the values that are known in it; else those of the example that fit."""
+        leaves, spec = tree_flatten(output)
+        sources = {source.leaf: source for source in crossing.of_call(gate.path, number)}
+        for n, absent in enumerate(leaves):
+            source = sources.get(n)
+            if source is None:
+                leaves[n] = unsent(absent, gate.path)
+                continue
+            value = crossing.examples.get(source)
+            if source not in self.known:
+                fits = isinstance(absent, Tensor) and isinstance(value, Tensor) and value.shape == absent.shape
+                self.known[source] = value.to(absent.device, absent.dtype) if fits and value is not None else absent
+            value = self.known[source]
+            leaves[n] = value.clone() if gate.overwritten and isinstance(value, Tensor) else value
+        return tree_unflatten(leaves, spec)
+
+
+class SentValue(NamedTuple):
+    """One value in a message: its sources, its shape and dtype, and the type of a number."""
+
+    sources: tuple[ReturnedValue, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    number: type | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes, without those that align the next."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class SentValues(tuple[SentValue, ...]):
+    """The values of one message."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, groups: list[tuple[ReturnedValue, ...]], known: Mapping[ReturnedValue, Any]) -> "SentValues":
+        """Those of a boundary, with the shapes of values or placeholders."""
+        slots = (_slot(group, known.get(group[0])) for group in groups)
+        return cls(slot for slot in slots if slot is not None)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the message."""
+        return sum(_aligned(slot.nbytes) for slot in self)
+
+    def pack(self, known: Mapping[ReturnedValue, Any], device: torch.device) -> Tensor:
+        """The message.
+
+        Raises:
+            BatchError: a value is not what the next stage expects.
+        """
+        message = torch.zeros(self.nbytes, dtype=torch.uint8, device=device)
+        start = 0
+        for slot in self:
+            value = known.get(slot.sources[0])
+            same = all(known.get(source) is value for source in slot.sources)
+            if not same or _slot(slot.sources, value) != slot:
+                raise BatchError(
+                    f"{slot.sources[0].path!r} returns {_description(value)} which a later stage reads, and that stage "
+                    f"expects {_described(slot)}, as in the example; what a module returns besides the activation must "
+                    f"be alike for all microbatches of a shape. Pad it to a shape that does not depend on the data."
+                )
+            data = value if isinstance(value, Tensor) else torch.tensor(value)
+            flat = data.detach().to(device, slot.dtype).contiguous().reshape(-1)
+            message[start : start + slot.nbytes] = flat.view(torch.uint8)
+            start += _aligned(slot.nbytes)
+        return message
+
+    def unpack(self, message: Tensor) -> dict[ReturnedValue, Any]:
+        """The values of a message, in memory of their own."""
+        known: dict[ReturnedValue, Any] = {}
+        start = 0
+        for slot in self:
+            data = message[start : start + slot.nbytes].clone().view(slot.dtype).view(slot.shape)
+            value = data if slot.number is None else slot.number(data.item())
+            known |= dict.fromkeys(slot.sources, value)
+            start += _aligned(slot.nbytes)
+        return known
+
+
+def _slot(sources: tuple[ReturnedValue, ...], value: Any) -> SentValue | None:
+    if isinstance(value, Tensor):
+        return SentValue(sources, tuple(value.shape), value.dtype)
+    dtype = NUMBERS.get(type(value))
+    return None if dtype is None else SentValue(sources, (), dtype, type(value))
+
+
+def _described(slot: SentValue) -> str:
+    return f"{list(slot.shape)} {slot.dtype}" if slot.number is None else f"a number ({slot.number.__name__})"
+
+
+def _description(value: Any) -> str:
+    slot = _slot((), value)
+    return f"a {type(value).__name__}" if slot is None else _described(slot)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,344 @@
+"""One forward of a whole model that is to be cut: which module runs when, and what autograd and buffers show of it.
+
+[Note: probing without weights] Of a model on the meta device the frames run on the example itself, as they will on
+every stage: what they ask of the batch (is the mask full, how long is the longest row) needs values. Modules with
+parameters run on the meta device and return placeholders, which autograd connects with their parameters. One that asks
+for a value inside runs once on random weights, which are freed before the next. Nothing is kept for a backward.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from zeroshard.errors import ModelError
+from zeroshard.pipeline.cut.gates import Gate, activation_at, open_up, place_of_activation, with_activation
+from zeroshard.pipeline.cut.origins import Origins
+from zeroshard.pipeline.cut.placeholders import Placeholders
+from zeroshard.platform import accelerator
+
+STD = 0.02  # of random weights
+Site = tuple[nn.Module, str]
+
+
+class Probe:
+    """The events of one forward of the whole model.
+
+    Args:
+        blocks: the modules between which the model can be cut.
+        placeholders: records every output's shape.
+        device: where the frames of a model on meta run; None where the model runs as it is.
+
+    Attributes:
+        order: the blocks as they ran.
+        phases: of every other gated module, after how many blocks it ran.
+        entered: what entered each block and the suffix.
+        marks: the graph's nodes of these; None where nothing needs a gradient.
+        returned: by id, what modules returned, with the version that they or others among them left it in.
+        stands_for: of parameters that took another's place for the forward, that other.
+        on_phase: called when a phase ends, with its number.
+        origins: of what layers read besides the activation.
+    """
+
+    def __init__(self, blocks: set[nn.Module], placeholders: Placeholders, device: torch.device | None = None) -> None:
+        self._blocks, self._placeholders, self._device = blocks, placeholders, device
+        self.order: list[nn.Module] = []
+        self.phases: dict[nn.Module, set[int]] = {}
+        self.entered: list[Tensor] = []
+        self.marks: list[Any] = []
+        self.returned: dict[int, tuple[Gate, Tensor, int]] = {}
+        self.stands_for: dict[Any, nn.Parameter] = {}
+        self.on_phase: Callable[[int], None] = lambda phase: None
+        self.origins = Origins()
+        self._calls: Counter[str] = Counter()
+        self._apart = False
+
+    def enter(self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a module and note it."""
+        if gate.module not in self._blocks:
+            self.phases.setdefault(gate.module, set()).add(self._phase)
+            return self._call(gate, args, kwargs)
+        if _unseen_by_autograd():
+            raise ModelError(
+                f"The block {gate.path!r} runs under torch.no_grad or torch.utils.checkpoint, "
+                f"which hide from a stage what its backward needs; switch that off in the model (recompute='blocks' "
+                f"recomputes whole chunks instead), name other blocks with units=(...), or use pipeline_parallel=1."
+            )
+        if gate.module in self.order:
+            raise ModelError(
+                f"The block {gate.path!r} runs twice in one forward, so the model is no chain of "
+                f"blocks; name other blocks with units=(...), or use pipeline_parallel=1."
+            )
+        self._end_phase()
+        open_up((args, kwargs), gate, (args, kwargs))
+        self.order.append(gate.module)
+        self.origins.phase = len(self.order)
+        gate.takes = place_of_activation((args, kwargs))
+        args, kwargs = self._mark((args, kwargs), gate.takes, gate)
+        output = self._call(gate, args, kwargs)
+        if len(self.order) == len(self._blocks):
+            self._end_phase()
+            self.origins.phase += 1
+            gate.returns = place_of_activation(output)
+            output = self._mark(output, gate.returns, gate)
+        return output
+
+    @property
+    def _phase(self) -> int:
+        return self.origins.phase
+
+    def _end_phase(self) -> None:
+        with self.origins.paused():
+            self.on_phase(self._phase)
+
+    @contextmanager
+    def leaving(self, model: nn.Module) -> Iterator[None]:
+        """Note what the model returns inside."""
+        handle = model.register_forward_hook(lambda module, args, output: self.origins.leave(tree_leaves(output)))
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _call(self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a module, and let what it returns be known for its own."""
+        has_parameters = next(gate.module.parameters(), None) is not None
+        with self.origins.call(gate.path, self._phase, (args, kwargs), has_parameters) as call:
+            output = self._run(gate, args, kwargs)
+        leaves = tree_leaves(output)
+        if gate.module not in self._blocks:
+            gate.learned |= any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
+        if call is not None:
+            self.origins.returned(call, self._calls[gate.path], leaves, gate.learned)
+            self._calls[gate.path] += 1
+        return output
+
+    def _run(self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._device is None or self._apart or next(gate.module.parameters(), None) is None:
+            output = gate.original(*args, **kwargs)
+            open_up(output, gate, (args, kwargs))
+        else:
+            output = self._run_apart(gate, args, kwargs)
+        self._placeholders.record(gate.module, args, kwargs, output)
+        for leaf in tree_leaves((args, kwargs)):
+            if id(leaf) in self.returned:
+                self.returned[id(leaf)] = (*self.returned[id(leaf)][:2], leaf._version)
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor):
+                self.returned[id(leaf)] = gate, leaf, leaf._version
+        return output
+
+    def _run_apart(self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a module of a model without weights; placeholders for its output ([Note: probing without weights])."""
+        assert self._device is not None
+        is_block = gate.module in self._blocks
+        taken = tree_map(_to_meta, (args, kwargs))
+        self._apart = True
+        try:
+            with _own_parameters(gate.module, self.stands_for):
+                try:
+                    output = gate.original(*taken[0], **taken[1])
+                except Exception:  # of whatever kind: it asks for a value, or has a tensor that is not on meta
+                    taken = args, kwargs
+                    with _random_weights(gate.module, self._device, self.stands_for):
+                        output = gate.original(*args, **kwargs)
+        finally:
+            self._apart = False
+        open_up(output, gate, (args, kwargs))
+        if is_block:
+            self.entered[-1] = activation_at(taken, gate.takes, gate)  # which the block may have written into
+        return tree_map(lambda leaf: _placeholder(leaf, self._device), output)
+
+    def _mark(self, tree: Any, place: int, gate: Gate) -> Any:
+        with self.origins.paused():
+            marked = activation_at(tree, place, gate).clone()  # a view would lose its mark when a block writes into it
+        self.entered.append(marked)
+        self.marks.append(marked.grad_fn)
+        return with_activation(tree, place, marked)
+
+
+class BufferUses(TorchFunctionMode):
+    """In which phases of a forward the buffers of some modules are written and read; entered around that forward.
+
+    Attributes:
+        phases: by buffer, those that write it; buffers that no phase writes are left out.
+        read: by buffer, those that read it.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self._modules = [module for module in modules if module._buffers]
+        self.phases: dict[Site, set[int]] = {}
+        self.read: dict[Site, set[int]] = {}
+        self._values = self._now()
+        self._reads: set[Site] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note which buffers a function of torch takes."""
+        taken = {id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        self._reads |= {(m, name) for m in self._modules for name, buffer in m._buffers.items() if id(buffer) in taken}
+        return func(*args, **(kwargs or {}))
+
+    def look(self, phase: int) -> None:
+        """A phase has ended."""
+        for site in self._reads:
+            self.read.setdefault(site, set()).add(phase)
+        before, self._values = self._values, self._now()
+        for site, value in self._values.items():
+            known = before.get(site)
+            same = value is known or (value is not None and known is not None and _equal(value, known))
+            if not same:
+                self.phases.setdefault(site, set()).add(phase)
+        self._reads = set()  # with those that the comparison made
+
+    def _now(self) -> dict[Site, Tensor | None]:
+        return {
+            (module, name): None if buffer is None else buffer.detach().clone()
+            for module in self._modules
+            for name, buffer in module._buffers.items()
+        }
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    if one.is_meta or other.is_meta:
+        return one.is_meta and other.is_meta and one.shape == other.shape
+    return one.shape == other.shape and torch.equal(one, other)
+
+
+@contextmanager
+def without_weights(model: nn.Module, probe: Probe, whole: set[nn.Module], device: torch.device) -> Iterator[None]:
+    """Let the frames of a model on meta run on `device`: placeholders for all parameters, ones in their buffers.
+
+    Args:
+        whole: modules that run on meta with all that is inside of them.
+    """
+    with ExitStack() as undo:
+        for module in model.modules():
+            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+                values = torch.full((), math.nan, device=device).to(parameter.dtype).expand(parameter.shape)
+                absent = nn.Parameter(values, requires_grad=parameter.requires_grad)
+                probe.stands_for[absent] = parameter
+                _swap(undo, module._parameters, name, absent)
+            for name, buffer in module.named_buffers(recurse=False) if module not in whole else ():
+                if buffer.is_meta:
+                    _swap(undo, module._buffers, name, torch.ones_like(buffer, device=device))
+        undo.enter_context(saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing))
+        yield
+
+
+@contextmanager
+def all_trainable(model: nn.Module) -> Iterator[None]:
+    """Let every parameter take part in the graph."""
+    frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point()]
+    try:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        with torch.enable_grad():
+            yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[set[Site]]:
+    """Undo what a forward does to buffers and random numbers; the set is filled with the buffers that it changed."""
+    owned = [(module, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()]
+    sites = {(module, name) for module, name, _ in owned}
+    before = [(buffer, buffer.clone()) if buffer is not None and not buffer.is_meta else None for *_, buffer in owned]
+    changed: set[Site] = set()
+    try:
+        with accelerator.forked_random(p.device for p in model.parameters()):
+            yield changed
+    finally:
+        with torch.no_grad():
+            for (module, name, buffer), kept in zip(owned, before, strict=True):
+                now = module._buffers.get(name)
+                module._buffers[name] = buffer
+                if kept is None:
+                    changed |= {(module, name)} if now is not buffer else set()
+                    continue
+                written, values = kept
+                if now is None or not _equal(now, values):
+                    changed.add((module, name))
+                if written.shape != values.shape:
+                    written.data = values
+                elif not torch.equal(written, values):
+                    written.copy_(values)
+            for module in model.modules():
+                for name, buffer in [*module._buffers.items()]:
+                    if (module, name) not in sites and buffer is not None and buffer.is_meta:
+                        del module._buffers[name]  # registered on the way, and without values
+
+
+def _unseen_by_autograd() -> bool:
+    """Whether a block runs without a graph, or in one that will be made again in the backward."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return not torch.is_grad_enabled() or (hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint")
+
+
+class _StandIn(torch.autograd.Function):
+    """A tensor on a device that autograd takes to be made from one on meta."""
+
+    @staticmethod
+    def forward(ctx: Any, source: Tensor, device: torch.device) -> Tensor:
+        """NaN, or zeros where there is none, in memory of its own: a frame may write into it."""
+        value = math.nan if source.is_floating_point() or source.is_complex() else 0
+        return torch.full(source.shape, value, dtype=source.dtype, device=device)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """Never: only the graph is looked at."""
+        raise NotImplementedError("a placeholder has no gradient")
+
+
+def _placeholder(leaf: Any, device: torch.device | None) -> Any:
+    return _StandIn.apply(leaf, device) if isinstance(leaf, Tensor) else leaf  # type: ignore[no-untyped-call]
+
+
+def _to_meta(leaf: Any) -> Any:
+    return leaf.to("meta") if isinstance(leaf, Tensor) else leaf
+
+
+@contextmanager
+def _own_parameters(module: nn.Module, stands_for: dict[Any, nn.Parameter]) -> Iterator[None]:
+    """Give a module on meta its own parameters in the place of those that stand for them, for a while."""
+    with ExitStack() as undo:
+        for part in module.modules():
+            for name, absent in list(part._parameters.items()):
+                if absent in stands_for:
+                    _swap(undo, part._parameters, name, stands_for[absent])
+        yield
+
+
+@contextmanager
+def _random_weights(module: nn.Module, device: torch.device, stands_for: dict[Any, nn.Parameter]) -> Iterator[None]:
+    """Give a module on meta weights on `device`, and ones in its buffers, for a while."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    with ExitStack() as undo:
+        for part in module.modules():
+            for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
+                if parameter.is_meta and parameter not in made:
+                    values = (torch.randn(parameter.shape, device=device) * STD).to(parameter.dtype)
+                    made[parameter] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+                    stands_for[made[parameter]] = parameter
+                _swap(undo, part._parameters, name, made.get(parameter, parameter))
+            for name, buffer in part.named_buffers(recurse=False):
+                if buffer.is_meta:
+                    _swap(undo, part._buffers, name, torch.ones_like(buffer, device=device))
+        yield
+    for weight in made.values():  # which the graph holds
+        weight.data = torch.zeros((), dtype=weight.dtype, device=device).expand(weight.shape)
+
+
+def _swap(undo: ExitStack, table: dict[str, Any], name: str, value: Any) -> None:
+    """Put a value into a table until `undo` ends."""
+    undo.callback(table.__setitem__, name, table[name])
+    table[name] = value

@@ -1,0 +1,427 @@
+"""The executor: carries out the list of one pipeline rank, action by action.
+
+The messages of a list are asynchronous; a forward or backward waits for its own input and for nothing else.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from zeroshard.autograd.deferred_gradients import WeightGradients
+from zeroshard.comm.collectives import Purpose
+from zeroshard.parts.part import Parts
+from zeroshard.parts.random_numbers import MicrobatchRows
+from zeroshard.pipeline.cut.bypass import Bypass
+from zeroshard.pipeline.run.chunks import Chunks
+from zeroshard.pipeline.run.messages import Entering, Messages, Shape, widened
+from zeroshard.pipeline.run.tied_weights import TiedWeights
+from zeroshard.pipeline.stage import Stage
+from zeroshard.replay.replay import Replay, Replays
+from zeroshard.schedule import Action, Kind, Schedule
+from zeroshard.schedule.actions import COMPUTE
+from zeroshard.schedule.run import Handler, Interpreter
+from zeroshard.step.losses import Loss
+from zeroshard.step.penalties import weighing
+from zeroshard.step.sequence import Backwards, Run, Updates
+
+Key = tuple[int, int]  # chunk, microbatch
+
+
+@dataclass(slots=True)
+class Microbatch:
+    """One microbatch: what the model takes, the share of its loss in the update's, its rows, and its shapes."""
+
+    batch: Any
+    weight: float
+    rows: MicrobatchRows | None = None
+    shapes: dict[int, Entering] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A microbatch between its forward and its backward on one chunk."""
+
+    buffers: list[Tensor] = field(default_factory=list)  # of messages; weight gradients left for later read them
+    hidden: Tensor | None = None
+    beside: tuple[Tensor, Tensor | None] | None = None  # the values beside `hidden`, and their buffer
+    kept: Callable[[], Tensor] | None = None  # gives `hidden` again, if it does not stay
+    back: list[Tensor] | None = None  # will have the gradient of `hidden`, if that is no leaf
+    edge: GradientEdge | None = None
+    loss: Loss | None = None
+    replay: Replay | None = None  # where the forward is computed again
+    sample: bytes | None = None  # of its output, to be compared
+    store: WeightGradients = field(default_factory=WeightGradients)
+
+
+class Executor:
+    """Runs actions on this rank's chunks.
+
+    Args:
+        run: runs the model on a microbatch, down to the loss.
+        scale: the factor on the loss at the time of a backward.
+        verdict: called before the first update of a step; the factor on the gradients, or None to skip.
+
+    Attributes:
+        losses: of microbatches whose forward came to the end of the model, means times their weights, since the last
+            `clear`.
+        interpreter: of the actions.
+        messages: of this rank; random_numbers: of its modules.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        parts: Parts,
+        backward: Backwards,
+        update: Updates,
+        run: Run,
+        scale: Callable[[], float],
+        verdict: Callable[[], float | None],
+        recomputes: bool,
+    ) -> None:
+        self._stage, self._model, self._backward = stage, parts, backward
+        self._run, self._scale = run, scale
+        around = stage.chain.modules, stage.mesh.device, parts.arena.ledger
+        self._replays = Replays(*around) if recomputes else None
+        self.messages, self.random_numbers = Messages(stage, parts.messages, parts.inputs), parts.random_numbers
+        self.tied = TiedWeights(stage, parts, self.messages)
+        self._flights: dict[Key, _Flight] = {}
+        self._out: dict[tuple[Kind, int, int], Tensor] = {}
+        self._parts: dict[int, Microbatch] = {}
+        self._chunks = Chunks(stage, parts, backward, update, self.tied, verdict)
+        self.losses: dict[int, Tensor] = {}
+        handlers: Mapping[Kind, Handler] = {
+            Kind.FORWARD: self._forward,
+            Kind.BACKWARD: self._backwards,
+            Kind.INPUT_GRADIENT: self._backwards,
+            Kind.WEIGHT_GRADIENT: self._weight_gradients,
+            Kind.SEND_FORWARD: self._send_forward,
+            Kind.SEND_BACKWARD: self._send_backward,
+            Kind.RECEIVE_FORWARD: self._receive_forward,
+            Kind.RECEIVE_BACKWARD: self._receive_backward,
+            Kind.UPDATE: self._update,
+            **self._chunks.handlers,
+        }
+        self.interpreter = Interpreter(handlers, stage.world.mesh.now)
+
+    def feed(self, parts: Mapping[int, Microbatch]) -> None:
+        """Microbatches, by number, that actions to come will use."""
+        self._parts.update(parts)
+
+    def shapes(self, batch: Any) -> dict[int, Entering]:
+        """The shapes of a microbatch between this rank's chunks and their neighbours, by the layer that it enters."""
+        return self.messages.shapes(batch, partial(self._run, batch))
+
+    def run(self, actions: Schedule) -> None:
+        """Carry out actions in order."""
+        self._at_once = _followed_by_their_backward(actions) if self._replays is not None else set()
+        self._chunks.begin(actions)
+        self.interpreter.run(actions)
+
+    def restart(self) -> None:
+        """Count versions anew; nothing is in flight."""
+        self._chunks.restart()
+
+    @torch.no_grad()
+    def evaluate(self, actions: Schedule, batch: Any, run: Run) -> Any:
+        """Run the forwards of `actions` on one microbatch, keeping nothing; returns the model's output, if here."""
+        number = next((action.microbatch for action in actions if action.microbatch is not None), 0)
+        kept, self._parts, self._run = (self._parts, self._run), {number: Microbatch(batch, 1.0)}, run
+        self._at_once, result = set(), None
+        self._chunks.trains = False
+        try:
+            for action in actions:
+                if action.kind is Kind.FORWARD:
+                    flight = self._enter(action)
+                    result, bypass = self._compute(action, flight)
+                    self._pass_on(action, result, bypass)
+                    self._leave(action, flight)
+                else:
+                    self.interpreter.run([action])
+        finally:
+            self._parts, self._run = kept
+            self._chunks.trains = True
+        return result if self._is_last(actions[-1].chunk) else None
+
+    def _forward(self, action: Action) -> None:
+        chunk, j = action.chunk, _number(action)
+        flight = self._flights[chunk, j] = self._enter(action)
+        start = self.interpreter.now()
+        if self._replays is not None and (chunk, j) not in self._at_once:
+            flight.replay = self._replays.begin()
+            with torch.no_grad():
+                output, bypass = self._compute(action, flight)
+            flight.replay.end()
+            self._put_aside(flight)
+            if flight.kept is None:  # else its input may come back with loss
+                flight.sample = self._replays.sample(_values_of(output))
+        else:
+            output, bypass = self._compute_once(action, flight)
+        self.interpreter.note(action, start)
+        if self._is_last(chunk):
+            self.losses[j] = output.weighted(self._parts[j].weight).value.detach()
+        self._pass_on(action, output, bypass)
+        if flight.replay is None:
+            self._keep(action, flight, output)
+
+    def _enter(self, action: Action) -> _Flight:
+        """Wait for the activation that enters the chunk, and put its weights in place."""
+        chunk, j = action.chunk, _number(action)
+        flight = _Flight()
+        if chunk > 0:
+            local = self._out.pop((Kind.FORWARD, chunk - 1, j), None)
+            if local is None:
+                flight.buffers.append(self.messages.take(f"input of F{chunk}.{j}"))
+                local = _viewed(flight.buffers[0], self._shape(self._stage.firsts[chunk], j))
+            flight.beside = self.messages.beside.take(chunk, j, self._entering(self._stage.firsts[chunk], j).beside)
+            flight.hidden = local.detach().requires_grad_(local.is_floating_point() and torch.is_grad_enabled())
+        self.tied.begin((chunk, j))
+        self._chunks.use(action)
+        return flight
+
+    def _put_aside(self, flight: _Flight) -> None:
+        """Keep what entered a chunk that is computed again where the plan says, not in the buffer of its message."""
+        keep = self._model.keep_input
+        if keep is not None and flight.hidden is not None:
+            flight.kept, flight.hidden = keep(flight.hidden), None
+            self._release(flight)
+
+    def _compute_once(self, action: Action, flight: _Flight) -> tuple[Any, Bypass]:
+        """A forward whose graph is kept; the graph alone holds what entered, if that is not to stay in its buffer."""
+        if self._model.keep_input is None or flight.hidden is None:
+            return self._compute(action, flight)
+        arrived, flight.back = flight.hidden.detach(), []
+        leaf = arrived.new_empty(0).requires_grad_()
+        flight.hidden = hidden = _Entrance.apply(leaf, arrived)  # type: ignore[no-untyped-call]
+        hidden.register_hook(flight.back.append)
+        self._release(flight)
+        result = self._compute(action, flight)
+        flight.hidden = None
+        return result
+
+    def _release(self, flight: _Flight) -> None:
+        for buffer in flight.buffers:
+            self.messages.release(buffer)
+        flight.buffers.clear()
+
+    def _leave(self, action: Action, flight: _Flight) -> None:
+        chunk, j = action.chunk, _number(action)
+        if flight.replay is not None:
+            flight.replay.drop()
+        self._release(flight)
+        if flight.beside is not None and flight.beside[1] is not None:
+            self.messages.release(flight.beside[1])
+        self.tied.end((chunk, j))
+
+    def _compute(self, action: Action, flight: _Flight) -> tuple[Any, Bypass]:
+        """The chunk's own forward, and the values beside what leaves it."""
+        chunk, j = action.chunk, _number(action)
+        stage = self._stage
+        forward = partial(self._run, self._parts[j].batch)
+        first, last = stage.firsts[chunk], stage.firsts[chunk + 1]
+        bypass = Bypass()
+        if flight.beside is not None:
+            bypass = Bypass(self._entering(first, j).beside.unpack(flight.beside[0]))
+        with self._deferring(flight), self.random_numbers.microbatch(self._parts[j].rows):
+            listener = self._chunks.early.listener(action)
+            output = stage.chain.run(first, last, forward, flight.hidden, listener, bypass)
+            return output if self._is_last(chunk) else widened(output, self._shape(last, j)[1]), bypass
+
+    def _deferring(self, flight: _Flight) -> AbstractContextManager[None]:
+        """Leave weight gradients to a microbatch's store, in its forward and in what its backward computes again."""
+        deferral = self._stage.deferral
+        return nullcontext() if deferral is None else deferral.into(flight.store)
+
+    def _pass_on(self, action: Action, output: Any, bypass: Bypass) -> None:
+        chunk, j = action.chunk, _number(action)
+        if not self._is_last(chunk):
+            layer = self._stage.firsts[chunk + 1]
+            self.messages.check(output, self._shape(layer, j), layer)
+            self._out[Kind.FORWARD, chunk, j] = output.detach()
+            self.messages.beside.keep(chunk, j, self._entering(layer, j).beside, bypass)
+
+    def _keep(self, action: Action, flight: _Flight, output: Any) -> None:
+        """Keep the root of the graph for the backward, not what it holds."""
+        if self._is_last(action.chunk):
+            flight.loss = output.weighted(self._parts[_number(action)].weight)
+        elif output.requires_grad:
+            flight.edge = get_gradient_edge(output)
+
+    def _backwards(self, action: Action) -> None:
+        chunk, j = action.chunk, _number(action)
+        flight = self._flights[chunk, j]
+        gradient = self._gradient_of_output(chunk, j, flight)
+        weight: float | Tensor = 1.0 if self._is_last(chunk) else self.messages.weights.take(chunk, j)
+        start = self.interpreter.now()
+        self.tied.again((chunk, j))  # a recomputation by the model itself needs the weights of its forward
+        self._chunks.use(action)
+        if flight.kept is not None:
+            flight.hidden, flight.kept = flight.kept().requires_grad_(), None
+        if flight.replay is not None and self._replays is not None:
+            with flight.replay.again(), torch.enable_grad():
+                output = self._compute(action, flight)[0]
+            self._keep(action, flight, output)
+            self._replays.compare(_values_of(output), flight.sample, f"Chunk {chunk} of the pipeline")
+            del output
+        self._backward.forget_interrupted()
+        self._backward.under_scale = True
+        self._chunks.backward(action)
+        try:
+            with self._backward.local(), self._deferring(flight):
+                if flight.loss is not None:
+                    losses, scale = self._backward.losses, self._scale()
+                    losses.add(flight.loss)
+                    weight = losses.weight(flight.loss, scale)
+                    with weighing(weight):
+                        torch.autograd.backward(losses.scaled(flight.loss, scale))
+                elif flight.edge is not None:
+                    with weighing(weight):
+                        torch.autograd.backward((flight.edge,), (gradient,))
+        finally:
+            self._backward.under_scale = False
+            self._backward.forget_interrupted()
+        self._backward.count += 1
+        self.interpreter.note(action, start)
+        if chunk > 0:
+            self._out[Kind.BACKWARD, chunk, j] = self._gradient_of_input(chunk, j, flight)
+            self.messages.weights.keep(chunk - 1, j, weight)
+        flight.loss = flight.edge = flight.hidden = None
+        if action.kind is Kind.BACKWARD:
+            self._land(action)
+
+    def _gradient_of_output(self, chunk: int, j: int, flight: _Flight) -> Tensor | None:
+        """The gradient that comes from the next chunk."""
+        if self._is_last(chunk):
+            return None
+        local = self._out.pop((Kind.BACKWARD, chunk + 1, j), None)
+        if local is not None:
+            return local
+        flight.buffers.append(self.messages.take(f"gradient for B{chunk}.{j}"))
+        return _viewed(flight.buffers[-1], self._shape(self._stage.firsts[chunk + 1], j))
+
+    def _gradient_of_input(self, chunk: int, j: int, flight: _Flight) -> Tensor:
+        """The gradient for the chunk before this one."""
+        back = next(iter(flight.back or ()), None) if flight.hidden is None else flight.hidden.grad
+        if back is None:
+            size, dtype = self._shape(self._stage.firsts[chunk], j)
+            return torch.zeros(size, dtype=dtype, device=self._stage.mesh.device)
+        return back
+
+    def _weight_gradients(self, action: Action) -> None:
+        start = self.interpreter.now()
+        self._chunks.backward(action)
+        self._backward.under_scale = True
+        try:
+            with self._backward.local():
+                self._flights[action.chunk, _number(action)].store.compute()
+        finally:
+            self._backward.under_scale = False
+        self.interpreter.note(action, start)
+        self._land(action)
+
+    def _land(self, action: Action) -> None:
+        """The microbatch is done with this chunk."""
+        chunk, j = action.chunk, _number(action)
+        self._leave(action, self._flights.pop((chunk, j)))
+        if not any(number == j for _, number in self._flights) and chunk < self._stage.pipeline.layout.stages:
+            self._parts.pop(j, None)
+
+    def _shape(self, layer: int, j: int) -> Shape:
+        return self._entering(layer, j).shape
+
+    def _entering(self, layer: int, j: int) -> Entering:
+        part = self._parts[j]
+        if not part.shapes:
+            part.shapes = self.shapes(part.batch)
+        return part.shapes[layer]
+
+    def _is_last(self, chunk: int) -> bool:
+        return chunk == self._stage.pipeline.layout.all_chunks - 1
+
+    @property
+    def _sending(self) -> Purpose:
+        return Purpose.SEND_ACTIVATIONS if self._chunks.trains else Purpose.SEND_TO_EVALUATE
+
+    def _receive_forward(self, action: Action) -> None:
+        chunk, j, peer = action.chunk, _number(action), _peer(action)
+        layer = self._stage.firsts[chunk]
+        name, trains = f"input of F{chunk}.{j}", self._chunks.trains
+        self.messages.post(name, self._shape(layer, j), peer, self._sending, layer, saved=trains)
+        self.messages.beside.post(chunk, j, self._entering(layer, j).beside, peer, self._sending)
+
+    def _receive_backward(self, action: Action) -> None:
+        chunk, j, peer = action.chunk, _number(action), _peer(action)
+        layer = self._stage.firsts[chunk + 1]
+        self.messages.post(f"gradient for B{chunk}.{j}", self._shape(layer, j), peer, Purpose.SEND_GRADIENTS, layer)
+        self.messages.weights.post(chunk, j, peer)
+
+    def _send_forward(self, action: Action) -> None:
+        chunk, j = action.chunk, _number(action)
+        output, layer = self._out.pop((Kind.FORWARD, chunk, j)), self._stage.firsts[chunk + 1]
+        self.messages.send(f"input of F{chunk + 1}.{j}", output, _peer(action), self._sending, layer=layer)
+        self.messages.beside.send(chunk, j, _peer(action), self._sending)
+
+    def _send_backward(self, action: Action) -> None:
+        chunk, j = action.chunk, _number(action)
+        gradient, layer = self._out.pop((Kind.BACKWARD, chunk, j)), self._stage.firsts[chunk]
+        name, purpose = f"gradient for B{chunk - 1}.{j}", Purpose.SEND_GRADIENTS
+        self.messages.send(name, gradient, _peer(action), purpose, layer=layer)
+        self.messages.weights.send(chunk - 1, j, _peer(action))
+
+    def _update(self, action: Action) -> None:
+        self._chunks.decide()
+        start = self.interpreter.now()
+        self._chunks.update(action)
+        self.interpreter.note(action, start)
+
+
+class _Entrance(torch.autograd.Function):
+    """What enters a chunk, copied into a graph that holds no more of it than its operations save: a leaf would stay."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, hidden: Tensor) -> Tensor:
+        """The copy; `leaf` lets it require a gradient, which a hook takes."""
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+        """There is nothing before it."""
+        return None, None
+
+
+def _followed_by_their_backward(actions: Sequence[Action]) -> set[Key]:
+    """The forwards whose backward is the next compute on this rank: computing them again would gain nothing."""
+    computes = [action for action in actions if action.kind in COMPUTE]
+    pairs = pairwise(computes)
+    return {
+        (a.chunk, _number(a))
+        for a, b in pairs
+        if a.kind is Kind.FORWARD and b.kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT) and a[1:3] == b[1:3]
+    }
+
+
+def _viewed(buffer: Tensor, shape: Shape) -> Tensor:
+    """The tensor of a shape in a buffer, which may end in padding."""
+    size, _ = shape
+    return buffer[: torch.Size(size).numel()].view(size)
+
+
+def _number(action: Action) -> int:
+    assert action.microbatch is not None
+    return action.microbatch
+
+
+def _peer(action: Action) -> int:
+    assert action.peer is not None
+    return action.peer
+
+
+def _values_of(output: Any) -> Tensor:
+    return output.value if isinstance(output, Loss) else output

@@ -1,0 +1,285 @@
+"""The messages of one pipeline rank, and the buffers they arrive in.
+
+Both ends work out the shape of a message from the microbatch, once per shape, and put it into the message's name. So
+ranks with different batches get an error, and no shape is sent.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from zeroshard.comm.collectives import BACKWARDS, Comm, Purpose
+from zeroshard.comm.pending import Pending
+from zeroshard.errors import BatchError
+from zeroshard.memory.ledger import Arena
+from zeroshard.parts.part import Scratch
+from zeroshard.pipeline.cut.bypass import Bypass, SentValues
+from zeroshard.pipeline.run.scattered import GATHERS
+from zeroshard.pipeline.stage import Stage
+from zeroshard.schedule import Action, Kind
+from zeroshard.schedule.lower import LOANS_UNDER_WAY
+from zeroshard.step.penalties import adds_penalties
+
+UNDER_WAY = 4  # messages on their way before the oldest is waited for; lists are verified to bear even none
+LOANS = (Purpose.LEND_WEIGHTS, Purpose.REPAY_GRADIENTS)
+SENDS = {Kind.SEND_FORWARD: Purpose.SEND_ACTIVATIONS, Kind.SEND_BACKWARD: Purpose.SEND_GRADIENTS}
+RECEIVES = {Kind.RECEIVE_FORWARD: Purpose.SEND_ACTIVATIONS, Kind.RECEIVE_BACKWARD: Purpose.SEND_GRADIENTS}
+Shape = tuple[tuple[int, ...], torch.dtype]
+
+
+class Entering(NamedTuple):
+    """What enters a layer of another stage: the shape of the activation, and the values beside it."""
+
+    shape: Shape
+    beside: SentValues
+
+
+class Messages:
+    """Sends and receives for one rank; nothing here waits but `take` and `finish`.
+
+    Attributes:
+        weights: of penalties.
+        beside: values beside activations.
+    """
+
+    def __init__(self, stage: Stage, arena: Arena, inputs: Scratch | None = None) -> None:
+        self._stage, self._comm, self._arena, self._inputs = stage, stage.world, arena, inputs or arena
+        self._lenders: dict[int, Scratch] = {}  # of posted buffers
+        self.weights, self.beside = PenaltyWeights(stage, self), ValuesBeside(stage, self)
+        self._shapes: dict[Any, dict[int, Entering]] = {}
+        self._posted: dict[str, tuple[Pending, Tensor]] = {}
+        self._gathers: dict[str, tuple[Tensor, Callable[[Tensor], None]]] = {}  # of messages whose parts come scattered
+        self._sent: dict[tuple[Purpose, int], list[tuple[Pending, Tensor, bool]]] = defaultdict(list)
+
+    @property
+    def comm(self) -> Comm:
+        """The collectives of all ranks of the pipeline."""
+        return self._comm
+
+    def shapes(self, microbatch: Any, forward: Callable[[], Any]) -> dict[int, Entering]:
+        """The shapes of messages between this rank's chunks and their neighbours, by the layer that they enter."""
+        key = tuple(
+            (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else type(leaf)
+            for leaf in tree_leaves(microbatch)
+        )
+        if key not in self._shapes:
+            stage, last = self._stage, len(self._stage.chain.layers)
+            chunks = stage.pipeline.layout.chunks_of(stage.number)
+            layers = {layer for c in chunks for layer in stage.firsts[c : c + 2]} - {0, last}
+            self._shapes[key] = {layer: self._entering(layer, forward) for layer in sorted(layers)}
+        return self._shapes[key]
+
+    def _entering(self, layer: int, forward: Callable[[], Any]) -> Entering:
+        chain, beside = self._stage.chain, Bypass()
+        hidden = chain.boundary(layer, forward, beside)
+        return Entering((tuple(hidden.shape), hidden.dtype), SentValues.of(chain.crossing.at(layer), beside.known))
+
+    def check(self, output: Tensor, expected: Shape, layer: int) -> None:
+        """Refuse an output whose shape is not the one that the next stage expects.
+
+        Raises:
+            BatchError: with both shapes.
+        """
+        if (tuple(output.shape), output.dtype) != expected:
+            names = self._stage.chain.layers
+            raise BatchError(
+                f"{names[layer - 1].name!r} hands on {list(output.shape)} {output.dtype}, and {names[layer].name!r} on "
+                f"the next stage expects {list(expected[0])} {expected[1]}; what a block returns must depend on the "
+                f"shapes of the microbatch alone."
+            )
+
+    def post(
+        self, name: str, shape: Shape, peer: int, purpose: Purpose, layer: int | None = None, saved: bool = False
+    ) -> None:
+        """Post a buffer for the message `name`.
+
+        Args:
+            layer: of an activation, or of its gradient: the layer that it enters.
+            saved: whether it stays for a backward.
+        """
+        size, dtype = shape
+        numel, scattered = torch.Size(size).numel(), self._stage.scattered.get(layer)
+        lender = self._inputs if saved else self._arena
+        room = lender.take(numel if scattered is None else scattered.room(numel), dtype, "messages")
+        self._lenders[id(room)] = lender
+        if scattered is None:
+            self.post_into(name, room, size, peer, purpose)
+            return
+        own, label = scattered.own(room), name.partition(".")[0]
+        self.post_into(name, own, own.shape, peer, purpose)
+        self._gathers[name] = room, partial(scattered.gather, whole=numel, sent=purpose, label=label)
+
+    def post_into(self, name: str, buffer: Tensor, size: Sequence[int], peer: int, purpose: Purpose) -> None:
+        """Let the message `name` arrive in `buffer`."""
+        self._posted[name] = (self._comm.receive(buffer, peer, purpose, _label(name, size)), buffer)
+
+    def take(self, name: str) -> Tensor:
+        """Wait for the message `name`; hand its buffer to `release` when it is no longer needed.
+
+        A collective call of the ranks that hold it alike, where they gather it; the buffer may then end in padding.
+        """
+        pending, buffer = self._posted.pop(name)
+        pending.wait()
+        if name in self._gathers:
+            buffer, gather = self._gathers.pop(name)
+            gather(buffer)
+        return buffer
+
+    def release(self, buffer: Tensor) -> None:
+        """The buffer of a message is free again."""
+        self._lenders.pop(id(buffer)).give(buffer)
+
+    def send(
+        self,
+        name: str,
+        tensor: Tensor,
+        peer: int,
+        purpose: Purpose,
+        scratch: bool = False,
+        layer: int | None = None,
+    ) -> None:
+        """Start to send.
+
+        Args:
+            scratch: the tensor is the arena's, and free once it is sent.
+            layer: as of `post`.
+        """
+        scattered = self._stage.scattered.get(layer)
+        tensor = tensor.contiguous() if scattered is None else scattered.part(tensor)
+        sent = self._sent[purpose, peer]
+        sent.append((self._comm.send(tensor, peer, purpose, _label(name, tensor.shape)), tensor, scratch))
+        while len(sent) > (LOANS_UNDER_WAY if purpose in LOANS else UNDER_WAY):
+            self._drop(sent.pop(0))
+
+    def planned(self, action: Action, layer: int, entering: Entering | None) -> tuple[Purpose, int] | None:
+        """The purpose and elements of an activation's message, or of the gather after it; None if there is none."""
+        scattered = self._stage.scattered.get(layer)
+        purpose = SENDS.get(action.kind)
+        numel = 0 if entering is None else torch.Size(entering.shape[0]).numel()
+        if purpose is not None:
+            weight = self.weights.numel if purpose in BACKWARDS else entering.beside.nbytes if entering else 0
+            return purpose, weight + (numel if scattered is None else scattered.numel(numel))
+        after = RECEIVES.get(action.kind)
+        return None if after is None or scattered is None else (GATHERS[after], numel)
+
+    def finish(self) -> None:
+        """Wait until all sends have ended."""
+        for sent in self._sent.values():
+            while sent:
+                self._drop(sent.pop(0))
+
+    def _drop(self, sent: tuple[Pending, Tensor, bool]) -> None:
+        pending, tensor, scratch = sent
+        pending.wait()
+        if scratch:
+            self._arena.give(tensor)
+
+
+Weight = float | Tensor
+SCALAR: Shape = ((1,), torch.float32)
+
+
+class PenaltyWeights:
+    """The weights of penalties on their way from the loss to earlier stages: a scalar beside each gradient message.
+
+    A penalty weighs what its microbatch weighs in the mean of the step (`step.penalties`). Where losses are sums, only
+    the stage with the loss knows that, when the backward begins. Models without penalties send nothing.
+    """
+
+    def __init__(self, stage: Stage, messages: "Messages") -> None:
+        self._messages, self._device = messages, stage.mesh.device
+        self._needed = adds_penalties(stage.chain.model)
+        self._known: dict[tuple[int, int], Weight] = {}  # by the chunk that the gradient goes to, and microbatch
+
+    @property
+    def numel(self) -> int:
+        """Elements beside each gradient."""
+        return int(self._needed)
+
+    def keep(self, chunk: int, j: int, weight: Weight) -> None:
+        """The backward of the chunk after this one has run with a weight."""
+        if self._needed:
+            self._known[chunk, j] = weight
+
+    def take(self, chunk: int, j: int) -> Weight:
+        """The weight of a backward whose gradient is there."""
+        if not self._needed:
+            return 1.0
+        if (chunk, j) in self._known:
+            return self._known.pop((chunk, j))
+        buffer = self._messages.take(_weight(chunk, j))
+        weight = buffer[0].clone()
+        self._messages.release(buffer)
+        return weight
+
+    def post(self, chunk: int, j: int, peer: int) -> None:
+        """Let the weight come with the gradient for a chunk."""
+        if self._needed:
+            self._messages.post(_weight(chunk, j), SCALAR, peer, Purpose.SEND_GRADIENTS)
+
+    def send(self, chunk: int, j: int, peer: int) -> None:
+        """Send the weight with the gradient for a chunk."""
+        if self._needed:
+            weight = torch.ones(1, device=self._device) * self._known.pop((chunk, j))
+            self._messages.send(_weight(chunk, j), weight, peer, Purpose.SEND_GRADIENTS)
+
+
+class ValuesBeside:
+    """Values of earlier layers that later stages read beside the activation, each boundary's in one message."""
+
+    def __init__(self, stage: Stage, messages: "Messages") -> None:
+        self._messages, self._device = messages, stage.mesh.device
+        self._left: dict[tuple[int, int], Tensor] = {}  # by the chunk that made or passed them, and microbatch
+
+    def keep(self, chunk: int, j: int, slots: SentValues, beside: Bypass) -> None:
+        """A chunk has run; what the next one reads goes with its output."""
+        if slots:
+            self._left[chunk, j] = slots.pack(beside.known, self._device)
+
+    def take(self, chunk: int, j: int, slots: SentValues) -> tuple[Tensor, Tensor | None] | None:
+        """The message for a chunk, and the buffer to release after its last use; None where nothing comes."""
+        if not slots:
+            return None
+        local = self._left.pop((chunk - 1, j), None)
+        if local is not None:
+            return local, None
+        buffer = self._messages.take(_beside(chunk, j))
+        return buffer, buffer
+
+    def post(self, chunk: int, j: int, slots: SentValues, peer: int, purpose: Purpose) -> None:
+        """Let the values come with the input of a chunk."""
+        if slots:
+            self._messages.post(_beside(chunk, j), ((slots.nbytes,), torch.uint8), peer, purpose)
+
+    def send(self, chunk: int, j: int, peer: int, purpose: Purpose) -> None:
+        """Send the values with the output of a chunk."""
+        message = self._left.pop((chunk, j), None)
+        if message is not None:
+            self._messages.send(_beside(chunk + 1, j), message, peer, purpose)
+
+
+def _beside(chunk: int, j: int) -> str:
+    return f"values beside the input of F{chunk}.{j}"
+
+
+def _weight(chunk: int, j: int) -> str:
+    return f"weight for B{chunk}.{j}"
+
+
+def _label(name: str, size: Sequence[int]) -> str:
+    return f"{name} {list(size)}"
+
+
+def widened(output: Tensor, dtype: torch.dtype) -> Tensor:
+    """An activation in the dtype in which the next stage expects it, which torch.autocast may have narrowed.
+
+    Nothing is lost: the next layer narrows it again, and so is its gradient. Shapes are found on the meta device, which
+    has no autocast.
+    """
+    narrowed = torch.is_autocast_enabled(output.device.type) and output.dtype.itemsize < dtype.itemsize
+    return output.to(dtype) if narrowed else output

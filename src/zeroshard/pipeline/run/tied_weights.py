@@ -1,0 +1,180 @@
+"""Tied weights: weights that several stages use, on the side of the owner and on that of the borrower."""
+
+import torch
+from torch import Tensor
+
+from zeroshard.comm.collectives import Purpose
+from zeroshard.parts.part import Part, Parts
+from zeroshard.pipeline.run.borrowed import Borrowed
+from zeroshard.pipeline.run.messages import Messages
+from zeroshard.pipeline.stage import Stage
+from zeroshard.schedule import Action, Kind, Loan
+
+Key = tuple[int, int]  # chunk, microbatch
+
+
+class TiedWeights:
+    """Carries out the actions of one rank on weights that it lends or borrows.
+
+    Attributes:
+        lent_units: the units that hold weights which it lends.
+    """
+
+    def __init__(self, stage: Stage, parts: Parts, messages: Messages) -> None:
+        self._stage, self._arena, self._messages, self._gatherer = stage, parts.messages, messages, parts.gatherer
+        self._layout = stage.pipeline.layout
+        self._lent = {
+            loan: _Lent(stage.loans[loan], parts) for loan in stage.loans if self._stage_of(loan.owner) == stage.number
+        }
+        self.lent_units = {unit for lent in self._lent.values() for unit in lent.units}
+        self._debts = {loan: _Debt(loan, borrowed) for loan, borrowed in stage.borrowed.items()}
+
+    def begin(self, key: Key) -> None:
+        """A forward begins: it takes in the versions that came for it, and keeps what it uses for its backward."""
+        for debt in self._of_chunk(key[0]):
+            while debt.coming and (debt.coming[0][0] is None or debt.coming[0][0] <= key[1]):
+                self._take(debt)
+            debt.borrowed.begin(key)
+
+    def again(self, key: Key) -> None:
+        """The forward is computed again."""
+        for debt in self._of_chunk(key[0]):
+            debt.borrowed.again(key)
+
+    def end(self, key: Key) -> None:
+        """The backward is done."""
+        for debt in self._of_chunk(key[0]):
+            debt.borrowed.end(key)
+
+    def settle(self) -> None:
+        """Take in all versions that are on their way."""
+        for debt in self._debts.values():
+            while debt.coming:
+                self._take(debt)
+
+    def lend_again(self) -> None:
+        """Send the present values of lent weights to their borrowers; a collective call."""
+        for loan in self._stage.loans:
+            for peer in self._stage.pipeline.peers(loan, self._stage.rank):
+                if loan in self._lent:
+                    self.lend(Action(Kind.LEND, loan.owner, peer=peer))
+                else:
+                    self.borrow(Action(Kind.BORROW, loan.borrower, peer=peer))
+        self.settle()
+        self._messages.finish()
+
+    def repay(self, action: Action) -> None:
+        """Send the gradients of what a chunk borrows."""
+        debt = self._debt(action)
+        sent = debt.borrowed.repay(self._arena)
+        self._messages.send(f"repayment {debt.loan}", sent, _peer(action), Purpose.REPAY_GRADIENTS, scratch=True)
+
+    def collect(self, action: Action) -> None:
+        """Add the borrower's gradients to the owner's."""
+        loan = self._loan_to(action)
+        lent, name = self._lent[loan], f"repayment {loan}"
+        shape = ((lent.numel,), torch.promote_types(lent.dtype, torch.float32))
+        self._messages.post(name, shape, _peer(action), Purpose.REPAY_GRADIENTS)
+        buffer = self._messages.take(name)
+        lent.add(buffer)
+        self._messages.release(buffer)
+
+    def lend(self, action: Action) -> None:
+        """Send the latest version."""
+        loan = self._loan_to(action)
+        lent = self._lent[loan]
+        packed = self._arena.take(lent.numel, lent.dtype, "lent weights")
+        self._gatherer.gather(lent.units)
+        lent.pack(packed)
+        self._gatherer.free(lent.units)
+        name = f"{loan}, version {action.version}"
+        self._messages.send(name, packed, _peer(action), Purpose.LEND_WEIGHTS, scratch=True)
+
+    def borrow(self, action: Action) -> None:
+        """Post a buffer for a version."""
+        debt = self._debt(action)
+        idle = action.microbatch is None
+        while idle and debt.coming:
+            self._take(debt)
+        name = f"{debt.loan}, version {action.version}"
+        room = debt.borrowed.room(idle)
+        self._messages.post_into(name, room, [debt.borrowed.numel], _peer(action), Purpose.LEND_WEIGHTS)
+        debt.coming.append((action.microbatch, name))
+
+    def gathers(self, action: Action, unit: int) -> bool:
+        """Whether a LEND gathers a unit."""
+        return unit in self._lent[self._loan_to(action)].units
+
+    def elements(self, action: Action) -> int:
+        """How much a LEND or a REPAY sends."""
+        return (
+            self._lent[self._loan_to(action)].numel if action.kind is Kind.LEND else self._debt(action).borrowed.numel
+        )
+
+    def _take(self, debt: "_Debt") -> None:
+        self._messages.take(debt.coming.pop(0)[1])
+        debt.borrowed.take()
+
+    def _of_chunk(self, chunk: int) -> "list[_Debt]":
+        """The borrowed weights that a chunk uses: a stage borrows once, for the first of its chunks that needs it."""
+        return [debt for loan, debt in self._debts.items() if loan.borrower == chunk]
+
+    def _debt(self, action: Action) -> "_Debt":
+        owner = self._layout.stage_of(_peer(action))
+        return next(
+            debt
+            for loan, debt in self._debts.items()
+            if loan.borrower == action.chunk and self._stage_of(loan.owner) == owner
+        )
+
+    def _loan_to(self, action: Action) -> Loan:
+        borrower = self._layout.stage_of(_peer(action))
+        return next(
+            loan for loan in self._lent if loan.owner == action.chunk and self._stage_of(loan.borrower) == borrower
+        )
+
+    def _stage_of(self, chunk: int) -> int:
+        return chunk % self._layout.stages
+
+
+class _Debt:
+    """Weights that one chunk borrows from one owner, and the versions on their way, with microbatch and names."""
+
+    def __init__(self, loan: Loan, borrowed: Borrowed) -> None:
+        self.loan, self.borrowed = loan, borrowed
+        self.coming: list[tuple[int | None, str]] = []
+
+
+class _Lent:
+    """The weights of one loan on the side of their owner."""
+
+    def __init__(self, names: list[str], parts: Parts) -> None:
+        self._places: list[tuple[Part, int]] = []
+        for name in names:
+            for part in parts.all:
+                own = [entry.name for entry in part.flat.index.entries]
+                if name in own:
+                    self._places.append((part, own.index(name)))
+        self.numel = sum(part.flat.index.entries[n].numel for part, n in self._places)
+        self.dtype = self._places[0][0].flat.dtype
+        self.units = sorted({part.flat.unit.number for part, _ in self._places})
+
+    def add(self, gradients: Tensor) -> None:
+        """Add the borrower's gradients to the owner's."""
+        for values, (part, number) in self._split(gradients):
+            if part.gradients is not None:
+                part.gradients.receive(number, values.view(part.flat.index.entries[number].shape))
+
+    def pack(self, into: Tensor) -> None:
+        """Copy the latest weights."""
+        for values, (part, number) in self._split(into):
+            values.copy_(part.flat.view(part.weights.full, number).flatten())
+
+    def _split(self, buffer: Tensor) -> list[tuple[Tensor, tuple[Part, int]]]:
+        sizes = [part.flat.index.entries[n].numel for part, n in self._places]
+        return list(zip(buffer.split(sizes), self._places, strict=True))
+
+
+def _peer(action: Action) -> int:
+    assert action.peer is not None
+    return action.peer

@@ -1,0 +1,75 @@
+"""What was found in a model, in rows for a table: each module with parameters, how it is split, and why."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from zeroshard.tensor.find.found import FoundLayer, FoundLayers, Style, pieces_of
+from zeroshard.tensor.find.layout import every
+
+
+@dataclass(frozen=True, slots=True)
+class ExplainedLayer:
+    """A module with parameters of its own, or the same module of several blocks.
+
+    Attributes:
+        name: its path; numbers of blocks are `*` where all of them are alike.
+        count: of such modules.
+        kind: its class.
+        style: how it is split.
+        part: features or rows that the first rank has, of all; "" for a whole module.
+        reason: why.
+    """
+
+    name: str
+    count: int
+    kind: str
+    style: str
+    part: str
+    reason: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, as JSON holds them."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+
+def explain(model: nn.Module, found: FoundLayers, ranks: int) -> list[ExplainedLayer]:
+    """A row for each module with parameters, in the model's order; one for modules of several blocks that are alike."""
+    modules = dict(model.named_modules())
+    rows = [_row(layer, type(modules[layer.name]).__name__, ranks) for layer in found.layers]
+    together: dict[str, list[ExplainedLayer]] = {}
+    for row in rows:
+        together.setdefault(every(row.name), []).append(row)
+    merged: list[ExplainedLayer] = []
+    for name, same in together.items():
+        alike = len({(row.kind, row.style, row.part, row.reason) for row in same}) == 1
+        merged += [replace(same[0], name=name, count=len(same))] if alike and len(same) > 1 else same
+    return merged
+
+
+def explain_sequences(found: FoundLayers, sequence: bool) -> list[str]:
+    """Sentences about sequence parallelism: which blocks work on parts of sequences, and why others do not.
+
+    Args:
+        sequence: whether it is asked for.
+    """
+    if not sequence:
+        return ["Sequence parallelism is off: between split layers all ranks work on whole sequences."]
+    lines = [f"{_through(blocks)} work on parts of sequences between their split layers." for blocks in found.blocks]
+    lines += [f"{path} works on whole sequences: {reason}." for path, reason in found.whole_sequences]
+    return lines or ["No blocks with split layers were found, so that all of the model works on whole sequences."]
+
+
+def _row(layer: FoundLayer, kind: str, ranks: int) -> ExplainedLayer:
+    whole = sum(segment.size for segment in layer.segments)
+    own = sum(piece.stop - piece.start for piece in pieces_of(layer.segments, ranks, 0))
+    style = f"{layer.style.value}, partial gradient" if layer.partial else layer.style.value
+    part = "" if layer.style is Style.WHOLE else f"{own} of {whole}"
+    return ExplainedLayer(layer.name, 1, kind, style, part, layer.reason)
+
+
+def _through(blocks: Sequence[str]) -> str:
+    last = f" to {blocks[-1]}" if len(blocks) > 1 else ""
+    return f"{blocks[0]}{last}"

@@ -1,0 +1,58 @@
+"""Feed-forward layers: those that widen, and the one that comes back to the width."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch import nn
+
+from zeroshard.tensor.find.divisible import DoesNotDivide
+from zeroshard.tensor.find.found import Segment
+from zeroshard.tensor.find.layout import CannotSplit, SplitLayout
+from zeroshard.tensor.find.linear import class_path, linear_features
+
+UP = (
+    *("up_proj", "gate_proj", "gate_up_proj", "fc1", "fc_1", "c_fc", "wi", "wi_0", "wi_1", "w1", "w3", "linear1"),
+    *("lin1", "dense_h_to_4h", "up", "gate", "fc_in", "fc", "linear_1", "fc0", "w_in", "up_gate_proj", "gate_and_up"),
+)
+DOWN = (
+    *("down_proj", "fc2", "fc_2", "c_proj", "wo", "w2", "linear2", "lin2", "dense_4h_to_h", "down", "fc_out", "proj"),
+    *("linear_2", "w_out", "out_proj"),
+)
+TOGETHER = (("intermediate", "output"),)  # two modules with one of the layers each
+IN_PARTS = frozenset({"transformers.models.phi3.modeling_phi3.Phi3MLP"})  # one layer makes the gate, then what it gates
+
+
+def feed_forward_layouts(
+    modules: Mapping[str, nn.Module], columns: Sequence[str], row: str, ranks: int
+) -> Iterator[SplitLayout]:
+    """The ways in which the inner features may lie in the layers.
+
+    Raises:
+        CannotSplit: the layers do not fit together.
+        DoesNotDivide: the ranks do not divide the inner features.
+    """
+    features = {path: linear_features(modules[path]) for path in (*columns, row)}
+    made = {path: found.outputs for path, found in features.items() if found is not None}
+    last = features[row]
+    assert last is not None
+    inner, name = last.inputs, row.rpartition(".")[0]
+    fused = {path: made[path] // inner for path in columns if made[path] != inner}
+    if any(made[path] % inner for path in columns) or (fused and len(columns) > 1):
+        outputs = " and ".join(str(made[path]) for path in columns)
+        raise CannotSplit(f"it makes {outputs} features, and its last layer reads {inner}")
+    if inner % ranks:
+        fine = [t for t in range(2, 65) if inner % t == 0]
+        raise DoesNotDivide(name, f"{name!r} has {inner} inner features", "does not divide them", fine, "it")
+    reasons = dict.fromkeys((*columns, row), f"{inner // ranks} of {inner} inner features")
+    holder = columns[0].rpartition(".")[0]
+    unknown = tuple(
+        path for inner, module in modules[holder].named_modules()
+        if (path := f"{holder}.{inner}".strip(".")) not in (*columns, row) and list(module.parameters(recurse=False))
+    )  # fmt: skip
+    known = not fused or class_path(modules[holder]) in IN_PARTS
+    for apart in (True,) if known else (True, False):
+        segments: dict[str, tuple[Segment, ...]] = {path: (Segment(inner, ranks),) for path in (*columns, row)}
+        for path, parts in fused.items():
+            segments[path] = (Segment(inner, ranks),) * parts if apart else (Segment(made[path], ranks),)
+            order = "one after the other" if apart else "next to each other"
+            reasons[path] = f"{inner // ranks} of {inner} inner features, {parts} times, {order}"
+        yield SplitLayout(segments, unknown=unknown, reasons=dict(reasons), certain=known)

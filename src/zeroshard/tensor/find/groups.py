@@ -1,0 +1,208 @@
+"""Groups of layers that are split together: column-parallel ones, and the row-parallel one that reads what they make.
+
+They come from a plan that names layers, or from the structure of modules: names suggest them, shapes must agree.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import takewhile
+
+from torch import nn
+
+from zeroshard.errors import PlanError
+from zeroshard.tensor.find import attention, feed_forward
+from zeroshard.tensor.find.found import Style
+from zeroshard.tensor.find.layer_plans import PlannedLayer
+from zeroshard.tensor.find.layout import last_part
+from zeroshard.tensor.find.linear import linear_features
+
+
+class Source(StrEnum):
+    """Where a group comes from."""
+
+    USER = "layers"
+    MODEL = "model's plan"
+    STRUCTURE = "structure"
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Layers that are split together.
+
+    Attributes:
+        columns: paths of the column-parallel ones, of one module.
+        row: path of the row-parallel one.
+        source: where the group comes from.
+        said: by which words, of each layer.
+        certain: whether the code between the layers is known.
+        gathered: whether a plan gathers features between them.
+    """
+
+    columns: tuple[str, ...]
+    row: str
+    source: Source
+    said: Mapping[str, str]
+    certain: bool = False
+    gathered: bool = False
+
+    @property
+    def holder(self) -> str:
+        """The module that holds the column-parallel layers."""
+        return self.columns[0].rpartition(".")[0]
+
+    @property
+    def around(self) -> str:
+        """The innermost module around all the layers."""
+        parts, others = self.holder.split("."), self.row.split(".")[:-1]
+        both = takewhile(lambda pair: pair[0] == pair[1], zip(parts, others, strict=False))
+        return ".".join(part for part, _ in both)
+
+
+ELEMENTWISE = (  # modules of torch that work on each feature alone
+    *(nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU),
+    *(nn.Softplus, nn.Softsign, nn.Hardswish, nn.Hardsigmoid, nn.Hardtanh, nn.LogSigmoid, nn.Dropout, nn.Identity),
+)
+
+
+def planned_groups(
+    order: Sequence[str], planned: Mapping[str, PlannedLayer], source: Source
+) -> tuple[list[Group], dict[str, str]]:
+    """The groups of a plan, and for layers that belong to none the reason.
+
+    Args:
+        order: all paths of the model.
+
+    Raises:
+        PlanError: layers of the user's plan that belong to none.
+    """
+    columns = [path for path in order if path in planned and planned[path].style is Style.COLUMN]
+    rows = [path for path in order if path in planned and planned[path].style is Style.ROW]
+    place = {path: n for n, path in enumerate(order)}
+    free, groups, reasons = dict.fromkeys(columns), list[Group](), dict[str, str]()
+    for row in rows:
+        holder = row.rpartition(".")[0]
+        beside = [path for path in free if path.rpartition(".")[0] == holder]
+        if sum(other.rpartition(".")[0] == holder for other in rows) > 1:
+            beside = [path for path in beside if place[path] < place[row]]
+        before = [path for path in free if place[path] < place[row]]
+        own = beside or [path for path in before if path.rpartition(".")[0] == before[-1].rpartition(".")[0]]
+        if not own:
+            reasons[row] = "no column-parallel layer stands before it, so that it would read whole features"
+            continue
+        for path in own:
+            del free[path]
+        gathered = any(planned[path].gathered for path in (*own, row))
+        said = {path: planned[path].said for path in (*own, row)}
+        groups.append(Group(tuple(own), row, source, said, gathered=gathered))
+    reasons |= dict.fromkeys(free, "no row-parallel layer reads what it makes")
+    for path, reason in reasons.items():
+        if source is Source.USER:
+            style, other = (Style.ROW, Style.COLUMN) if path in rows else (Style.COLUMN, Style.ROW)
+            raise PlanError(
+                f"tensor_parallel.layers gives {path!r} the style {style.value!r}, and {reason}. Give the layers that "
+                f"{'make what it reads' if path in rows else 'read what it makes'} the style {other.value!r}, or leave "
+                f"{path!r} out."
+            )
+    return groups, reasons
+
+
+def own_groups(modules: Mapping[str, nn.Module], free: Callable[[str], bool]) -> Iterator[Group]:
+    """The groups that the structure of modules suggests.
+
+    Args:
+        free: whether nothing is said about a module.
+    """
+    for name, module in modules.items():
+        if type(module).forward is nn.Sequential.forward:
+            found = list(_in_sequence(module, name))
+        else:
+            found = list(_attention(modules, name) or _feed_forward(modules, name))
+        for columns, row, certain in found:
+            if all(map(free, (*columns, row))):
+                said = dict.fromkeys((*columns, row), "found by its structure")
+                yield Group(tuple(columns), row, Source.STRUCTURE, said, certain)
+
+
+def _linears(module: nn.Module) -> dict[str, int]:
+    """The linear layers that a module holds, with the features that each makes."""
+    found = {name: linear_features(child) for name, child in module.named_children()}
+    return {name: features.outputs for name, features in found.items() if features is not None}
+
+
+def _attention(modules: Mapping[str, nn.Module], name: str) -> list[tuple[list[str], str, bool]]:
+    """Projections to queries, keys and values by their names, and that of the output, in the module or beside it."""
+    linears = _linears(modules[name])
+    query, key, value, fused, output = (
+        next((n for n in names if n in linears), None)
+        for names in (attention.QUERY, attention.KEY, attention.VALUE, attention.FUSED, attention.OUTPUT)
+    )
+    apart = bool(query and key and value)
+    alone = bool(query and output and attention.has_heads(modules[name])) and not (key or value)
+    if not apart and not fused and not alone:
+        return []
+    columns = [n for n in ((query, key, value) if apart else (query, fused)) if n]
+    rows = [f"{name}.{output}"] if output else [*_inside(modules, name), *_beside(modules, name, linears[columns[0]])]
+    return [([f"{name}.{n}".strip(".") for n in columns], rows[0].strip("."), False)] if rows else []
+
+
+def _inside(modules: Mapping[str, nn.Module], name: str) -> Iterator[str]:
+    """The linear layer of an output projection that is a sequence of modules."""
+    for child, module in modules[name].named_children():
+        if child in attention.OUTPUT and isinstance(module, nn.Sequential):
+            yield from (f"{name}.{child}.{n}" for n in _linears(module))
+
+
+def _beside(modules: Mapping[str, nn.Module], name: str, features: int) -> Iterator[str]:
+    """Linear layers of modules beside one, which may read what that makes."""
+    parent, _, own = name.rpartition(".")
+    for child, module in modules[parent].named_children() if own else ():
+        for n in _linears(module) if child != own else ():
+            found = linear_features(module.get_submodule(n))
+            if n in attention.OUTPUT and found is not None and found.inputs == features:
+                yield f"{parent}.{child}.{n}"
+
+
+def _feed_forward(modules: Mapping[str, nn.Module], name: str) -> list[tuple[list[str], str, bool]]:
+    """Layers that widen and one that comes back, by names, else by shapes where a module holds just these."""
+    module = modules[name]
+    linears = _linears(module)
+    ups, downs = [n for n in linears if n in feed_forward.UP], [n for n in linears if n in feed_forward.DOWN]
+    if not (ups and len(downs) == 1) and len(linears) in (2, 3):
+        made = list(linears.values())
+        downs = [n for n in linears if made.count(linears[n]) == 1 or len(made) == 2][-1:]
+        ups = [n for n in linears if n not in downs]
+    for one, other in feed_forward.TOGETHER:
+        inner = [dict(module.named_children()).get(n, nn.Identity()) for n in (one, other)]
+        first, second = (list(_linears(each)) for each in inner)
+        if len(first) == len(second) == 1:
+            return [([f"{name}.{one}.{first[0]}".strip(".")], f"{name}.{other}.{second[0]}".strip("."), False)]
+    if not ups or len(downs) != 1 or (attention.has_heads(module) and len(linears) > len(ups) + 1):
+        return []
+    last = linear_features(module.get_submodule(downs[0]))
+    if last is None or any(linears[n] % last.inputs for n in ups):
+        return []
+    return [([f"{name}.{n}".strip(".") for n in ups], f"{name}.{downs[0]}".strip("."), False)]
+
+
+def _in_sequence(module: nn.Module, name: str) -> Iterator[tuple[list[str], str, bool]]:
+    """Pairs of linear layers of a sequence of modules, between which each feature is worked on alone."""
+    first: str | None = None
+    for child, each in module.named_children():
+        features = linear_features(each)
+        if features is not None and first is not None:
+            yield [f"{name}.{first}".strip(".")], f"{name}.{child}".strip("."), True
+            first = None
+        elif features is not None:
+            first = child
+        elif not isinstance(each, ELEMENTWISE):
+            first = None
+
+
+def is_attention(module: nn.Module, columns: Sequence[str]) -> bool:
+    """Whether layers of a module make queries, keys and values."""
+    names = {*attention.QUERY, *attention.KEY, *attention.VALUE, *attention.FUSED}
+    parts = [last_part(path) for path in columns]
+    return all(part in names for part in parts) or (
+        attention.has_heads(module) and not any(part in feed_forward.UP for part in parts)
+    )

@@ -1,0 +1,63 @@
+"""A layout: one way to split layers that belong together, column-parallel ones and the row-parallel one behind them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from zeroshard.tensor.find.found import HeadArgument, Segment
+
+
+class CannotSplit(Exception):
+    """Layers that stay whole, with the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class SplitLayout:
+    """One way to split some layers that belong together.
+
+    Attributes:
+        segments: of each layer by its path, the row-parallel one included.
+        heads: embeddings with a column per head, by path.
+        partial: other modules that seem to work on each head alone, by path.
+        unknown: other modules with parameters, of which that is not so.
+        sizes: attributes to set, by the path of their module.
+        reasons: what each layer holds, by path.
+        head_size: features of a head; 0 without heads.
+        certain: whether the order of features is known, and not only supposed.
+        number: of heads; 0 without.
+        arguments: of the attention module, which are made for all heads.
+        narrow: whether its forward reads the features of its heads off its input.
+        gathers: norms over the features of all heads, by path, with the segments that a rank keeps.
+        shared: whole layers, by path, with how many of their last features all heads read.
+        reuses: whether keys and values come from elsewhere, so that a trial of the module alone shows nothing.
+    """
+
+    segments: Mapping[str, tuple[Segment, ...]]
+    heads: Mapping[str, tuple[Segment, ...]] = field(default_factory=dict)
+    partial: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
+    sizes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    head_size: int = 0
+    certain: bool = True
+    number: int = 0
+    arguments: tuple[HeadArgument, ...] = ()
+    narrow: bool = False
+    gathers: Mapping[str, tuple[Segment, ...]] = field(default_factory=dict)
+    shared: Mapping[str, int] = field(default_factory=dict)
+    reuses: bool = False
+
+    @property
+    def adapted(self) -> bool:
+        """Whether modules need more than sizes, so that a trial must show that it is right."""
+        return bool(self.arguments or self.narrow or self.gathers or self.shared)
+
+
+def last_part(path: str) -> str:
+    """The name of a module in the one that holds it."""
+    return path.rpartition(".")[2]
+
+
+def every(path: str) -> str:
+    """The pattern of the same module in all blocks: numbers of blocks as `*`."""
+    return ".".join("*" if part.isdigit() else part for part in path.split("."))

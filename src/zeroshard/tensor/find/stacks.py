@@ -1,0 +1,167 @@
+"""Stacks of blocks, and whether their blocks can work on parts of sequences (2205.05198, section 4.2.2).
+
+[Note: Positions apart]
+Between split layers, sequence parallelism gives each rank some positions. That is right where a block treats every
+position alike and alone, apart from its attention; so must blocks without split layers that stand between others.
+Blocks of transformers all of whose linear layers are split are known to. Of another block a copy is tried, with
+stand-ins for attention and linear layers that cost nothing: a change of one position must change that position alone,
+and other places for all positions must give them other places.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.errors import ModelError
+from zeroshard.tensor.find.found import AttentionSizes, FoundLayer, Style
+from zeroshard.tensor.find.linear import linear_features
+from zeroshard.tensor.find.small_run import Calls
+from zeroshard.tensor.find.trial import (
+    TrialWeights,
+    alike,
+    apart,
+    by_position,
+    call,
+    copy_of,
+    first_tensor,
+    in_short,
+    taken,
+)
+from zeroshard.tensor.split.sequence import activation_in, with_activation
+
+KNOWN = ("transformers.models.", "zeroshard.train.gpt")  # whose blocks mix positions in attention alone
+BETWEEN = ("_deepstack_process",)  # methods of their models that add features of images between blocks
+MIXING_NORMS = ("BatchNorm", "GroupNorm", "InstanceNorm")
+POSITIONS, MOST_VALUES = 4, 3
+TOLERANCE = 1e-5
+Found = Mapping[str, FoundLayer]
+Call = tuple[Any, Any]
+
+
+def stacks_of(modules: Mapping[str, nn.Module], found: Found) -> Iterator[tuple[str, list[str]]]:
+    """The stacks that have split layers: the path of a list of modules, and those of its blocks in order."""
+    rows = [f"{path}." for path, layer in found.items() if layer.style is Style.ROW]
+    inside: list[str] = []
+    for path, module in modules.items():
+        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or any(f"{path}.".startswith(b) for b in inside):
+            continue
+        children = [f"{path}.{name}".strip(".") for name, _ in module.named_children()]
+        blocks = [
+            child for child in children
+            if any(row.startswith(f"{child}.") and row != f"{child}." for row in rows)
+            and not isinstance(modules[child], (nn.ModuleList, nn.Sequential))
+        ]  # fmt: skip
+        if blocks:
+            inside += [f"{block}." for block in blocks]
+            yield path, blocks
+
+
+def why_whole_sequences(
+    modules: Mapping[str, nn.Module], path: str, blocks: Sequence[str], found: Found,
+    attentions: Sequence[AttentionSizes], calls: Calls,
+) -> str:  # fmt: skip
+    """Why the blocks of a stack, the list at `path`, cannot work on parts of sequences; "" if they can."""
+    names = [attention.name for attention in attentions]
+    held = list(modules[path]._modules.values())
+    if len(set(held)) < len(held):
+        return "a block stands in it more than once, and sequences are cut before the first and joined after the last"
+    owner = modules[path.rpartition(".")[0]]
+    if any(hasattr(owner, method) for method in BETWEEN):
+        return "the model adds features of images to some positions between the blocks"
+    if not any(name.startswith(f"{block}.") for block in blocks for name in names):
+        return "no attention in it is split, so that its input need not be [B, T, D]"
+    seen: dict[Any, str] = {}
+    children = [f"{path}.{name}".strip(".") for name, _ in modules[path].named_children()]
+    for block in children[children.index(blocks[0]) : children.index(blocks[-1]) + 1]:
+        of_block = (found.get(f"{block}.{inner}".strip(".")) for inner, _ in modules[block].named_modules())
+        styles = [layer.style for layer in of_block if layer is not None]
+        key = (tuple((path, type(module)) for path, module in modules[block].named_modules()), tuple(styles))
+        if key not in seen:
+            seen[key] = _why(modules, block, found, names, calls.of(block))
+        if seen[key]:
+            return f"{block}: {seen[key]}"
+    return ""
+
+
+def _why(
+    modules: Mapping[str, nn.Module], block: str, found: Found, attentions: Sequence[str], given: Call | None
+) -> str:
+    whole_linear = False
+    for inner, module in modules[block].named_modules():
+        path = f"{block}.{inner}".strip(".")
+        layer = found.get(path)
+        if layer is None or layer.style is not Style.WHOLE or layer.partial:
+            continue
+        if any(path.startswith(f"{name}.") or path == name for name in attentions):
+            return f"{inner or 'it'} is part of a module with attention, and not of its heads"
+        whole_linear |= linear_features(module) is not None
+        kind = type(module).__name__
+        is_norm = kind.endswith("Norm") and not kind.startswith(MIXING_NORMS)
+        if not is_norm and linear_features(module) is None:
+            return f"{inner or 'it'} ({kind}) may mix positions, and is whole"
+    rows = [path for path, layer in found.items() if layer.style is Style.ROW and path.startswith(f"{block}.")]
+    known = type(modules[block]).__module__.startswith(KNOWN)
+    if known and not whole_linear and rows:
+        return ""
+    own = [name.removeprefix(f"{block}.") for name in attentions if name.startswith(f"{block}.")]
+    return _tried(modules[block], block, own, found, given)
+
+
+def _tried(block: nn.Module, name: str, attentions: Sequence[str], found: Found, given: Call | None) -> str:
+    """Try a copy of a block on some positions, with the arguments that its model gives, where they are known."""
+    features = [each for each in map(linear_features, block.modules()) if each is not None]
+    rows = [path for path, layer in found.items() if layer.style is Style.ROW and path.startswith(f"{name}.")]
+    if rows:
+        of_row = (block.get_submodule(path.removeprefix(f"{name}.")) for path in found[rows[0]].columns)
+        features = [each for each in map(linear_features, of_row) if each is not None]
+    width = features[0].inputs if features else 1
+    with apart():
+        weights, problem = TrialWeights(), ""
+        try:
+            x = weights.drawn("x", (1, POSITIONS, width)) if given is None else activation_in(*given, name)
+        except ModelError:
+            return "it gets no activation [B, T, D]"
+        if x.dim() != 3:
+            return f"it gets an activation of {x.dim()} dimensions"
+        for more in range(MOST_VALUES):
+            copy = _copy(block, attentions, weights, more)
+            run = partial(_run, copy, weights, given)
+            try:
+                y = run(x)
+            except Exception as error:
+                problem = problem or f"its forward cannot be tried ({in_short(error)})"
+                continue
+            order = torch.tensor([2, 0, 3, 1, *range(4, x.shape[1])])
+            changed, others = x.clone(), [n for n in range(x.shape[1]) if n != 1]
+            changed[:, 1] = weights.drawn("change", (x.shape[2],))
+            if y.shape[:2] != x.shape[:2] or not alike(run(changed)[:, others], y[:, others], TOLERANCE):
+                return "it mixes positions outside of attention"
+            return "" if alike(run(x[:, order]), y[:, order], TOLERANCE) else "it does not treat all positions alike"
+    return problem
+
+
+def _copy(block: nn.Module, attentions: Sequence[str], weights: TrialWeights, more: int) -> nn.Module:
+    """A copy of a block whose attention returns `more` values behind the activation."""
+    stands: dict[str, nn.Module] = {}
+    for path, module in block.named_modules():
+        features = linear_features(module)
+        if path in attentions:
+            last = [f for f in map(linear_features, module.modules()) if f is not None][-1]
+            stands[path] = by_position(last.outputs, more)
+        elif features is not None:
+            stands[path] = by_position(features.outputs)
+    shapes = {name: tuple(parameter.shape) for name, parameter in block.named_parameters()}
+    copy: nn.Module = copy_of(
+        block, stands, lambda path, name: weights.drawn((path, name), shapes[f"{path}.{name}".strip(".")])
+    )
+    return copy
+
+
+def _run(copy: nn.Module, weights: TrialWeights, given: Call | None, x: Tensor) -> Tensor:
+    if given is None:
+        return first_tensor(call(copy, x, 0, weights))
+    args, kwargs = with_activation(*taken(*given), x.clone())
+    return first_tensor(copy(*args, **kwargs))

@@ -1,0 +1,365 @@
+"""The technique of tensor parallelism: it cuts the layers of a model and puts split forwards in their places.
+
+Ranks are numbered with those of one tensor group innermost, as in PTD-P (2104.04473, section 3.4).
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.comm.collectives import Comm
+from zeroshard.errors import PlanError
+from zeroshard.parts.place import Axis, Partial, Piece, Split
+from zeroshard.parts.technique import NewAxis, neighbours
+from zeroshard.parts.zones import DividedActivations, Division
+from zeroshard.platform.accelerator import is_accelerator
+from zeroshard.platform.real import REAL
+from zeroshard.tensor.find.found import (
+    FoundLayer,
+    FoundLayers,
+    Segment,
+    Style,
+    check_splits,
+    pieces_of,
+    refuse_copies,
+)
+from zeroshard.tensor.find.layers import find
+from zeroshard.tensor.find.linear import linear_features
+from zeroshard.tensor.find.whole_share import warn_of_whole, whole_share
+from zeroshard.tensor.policy import TensorParallel
+from zeroshard.tensor.split.check_gradients import GradientCheck
+from zeroshard.tensor.split.collectives import TensorRanks
+from zeroshard.tensor.split.heads import RankBorders, fit_attention, fit_layer, head_dimension
+from zeroshard.tensor.split.layers import ColumnForward, Entrance, RowForward
+from zeroshard.tensor.split.overlap import Parameters
+from zeroshard.tensor.split.planned_messages import PlannedMessages, pairs_of
+from zeroshard.tensor.split.sequence import SequenceBlocks, open_attention
+from zeroshard.tensor.split.vocabulary import split_embedding, split_output
+from zeroshard.tensor.split.zones import Zones
+from zeroshard.units.hooks import Hook, in_place_of
+
+AXIS = "tensor"
+
+
+class TensorTechnique:
+    """Splits the layers of one model; a `parts.technique.Technique`.
+
+    Args:
+        transport: of the plan.
+        moments: how it keeps those of the optimizer.
+
+    Attributes:
+        zones: of the model's forwards.
+        found: what was found in the model, once it is cut.
+    """
+
+    def __init__(self, policy: TensorParallel, transport: str = "network", moments: str = "fp32") -> None:
+        self._policy, self._transport, self._moments = policy, transport, moments
+        self.zones = Zones()
+        self.found: FoundLayers | None = None
+
+    def axes(self, ranks: int) -> Mapping[str, NewAxis]:
+        """Neighbouring ranks.
+
+        Raises:
+            PlanError: they do not divide.
+        """
+        return {AXIS: NewAxis(neighbours(ranks, self._policy.ranks, "tensor_parallel"), data=False)}
+
+    def replicated_over(self, layer: str) -> str | None:
+        """Its own axis, unless sequence parallelism gives each rank own positions of what enters a layer."""
+        return None if self._policy.sequence else AXIS
+
+    def cut(self, model: nn.Module, axes: Mapping[str, Axis]) -> Mapping[nn.Parameter, Split | Partial]:
+        """Put this rank's parts in the place of parameters, and split forwards in the place of forwards.
+
+        Raises:
+            PlanError, ModelError: a layer cannot be split as the plan says.
+        """
+        self.zones.axis = axes[AXIS]
+        ranks = TensorRanks(axes[AXIS])
+        share_operands(ranks.comm, self._transport)
+        self.found = found = find(model, ranks.size, self._policy)
+        check_splits(found, type(model).__name__, ranks.size)
+        if ranks.comm.mesh.platform is REAL:
+            warn_of_whole(whole_share(model, found, ranks.size), {name: axis.rank for name, axis in axes.items()})
+        if self._moments == "8bit":
+            refuse_copies(found, ranks.size)
+        places = _Cutting(model, found, ranks, self._policy.sequence).places
+        modules = dict(model.named_modules())
+        forwards = _Forwards(model, found, ranks, self.zones)
+        forwards.install()
+        if self._policy.sequence:
+            for stack in found.blocks:
+                SequenceBlocks(model, [(name, modules[name]) for name in stack], ranks, self.zones)
+            for holder in forwards.opened:
+                open_attention(modules[holder], holder, forwards.entrances[holder], self.zones)
+        forwards.adapt()
+        self._plan_messages(model, modules, forwards, ranks)
+        model.register_forward_pre_hook(Hook(lambda *_: self.zones.reset()), prepend=True)
+        named = {name: places[p] for name, p in model.named_parameters(remove_duplicate=False) if p in places}
+        for name in (name for stack in found.blocks for name in stack):
+            GradientCheck(modules[name], name, named, self.zones)
+        return places
+
+    def _plan_messages(
+        self, model: nn.Module, modules: Mapping[str, nn.Module], forwards: "_Forwards", ranks: TensorRanks
+    ) -> None:
+        """Let blocks enter the formulas of what they send, where there are some."""
+        assert self.found is not None
+        pairs = None if self.found.adapted else pairs_of(self.found, modules, ranks.size)
+        if pairs and forwards.overlap and all(p.requires_grad for p in model.parameters()):
+            PlannedMessages(pairs, modules, ranks, self.zones)
+
+
+def share_operands(comm: Comm, transport: str) -> None:
+    """Where the plan's transport lets them and the machine can, let ranks read each other's tensors.
+
+    Raises:
+        PlanError: the plan asks for it and it cannot be.
+    """
+    if transport == "network":
+        return
+    reason: str | None = "the ranks do not compute on CPUs"
+    if not is_accelerator(comm.mesh.device):
+        reason = comm.share_operands()
+    if reason is not None and transport == "shared":
+        raise PlanError(f"transport='shared' cannot be: {reason}. Or leave transport='auto'.")
+
+
+class _Cutting:
+    """Cuts the parameters of a model.
+
+    Attributes:
+        places: of each new or partial parameter.
+    """
+
+    def __init__(self, model: nn.Module, found: FoundLayers, ranks: TensorRanks, sequence: bool) -> None:
+        self._ranks = ranks
+        self.places: dict[nn.Parameter, Split | Partial] = {}
+        modules = dict(model.named_modules())
+        sites: dict[Any, list[tuple[nn.Module, str]]] = defaultdict(
+            list
+        )  # where each parameter stands, tied ones twice
+        for module in model.modules():
+            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+                sites[parameter].append((module, name))
+        whole_sequences = [f"{name}." for name, _ in found.whole_sequences]
+        inside = [f"{name}." for stack in found.blocks for name in stack] if sequence else []
+        for layer in found.layers:
+            module, path = modules[layer.name], f"{layer.name}."
+            own_positions = path.startswith(tuple(inside)) and not path.startswith(tuple(whole_sequences))
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                dimension = dimension_of(layer, module, name)
+                if dimension is not None:
+                    if parameter in self.places:
+                        continue  # tied, and cut with another layer
+                    part = self._part(parameter, layer, dimension)
+                    for holder, attribute in sites[parameter]:
+                        holder._parameters[attribute] = part
+                elif layer.partial or own_positions:
+                    self.places[parameter] = Partial(AXIS)
+            self._tell_sizes(module, layer)
+        for attention in found.attentions:
+            for name, value in attention.sizes.items():
+                setattr(modules[attention.name], name, value)
+
+    def _part(self, whole: nn.Parameter, layer: FoundLayer, dimension: int) -> nn.Parameter:
+        pieces = tuple(own_pieces(layer, self._ranks))
+        values = torch.cat([whole.detach().narrow(dimension, p.start, p.stop - p.start) for p in pieces], dimension)
+        part = in_place_of(whole, values.contiguous())
+        by_rank = tuple(
+            tuple(piece for piece in own_pieces(layer, self._ranks, rank) if piece.length)
+            for rank in range(self._ranks.size)
+        )
+        held = by_rank[self._ranks.rank]
+        self.places[part] = Split(AXIS, tuple(whole.shape), dimension, held, by_rank)
+        return part
+
+    def _tell_sizes(self, module: Any, layer: FoundLayer) -> None:
+        """Let a linear layer or an embedding of heads tell the sizes of its part."""
+        own = sum(piece.stop - piece.start for piece in own_pieces(layer, self._ranks))
+        for name in SIZES.get(layer.style, ()):
+            if hasattr(module, name):
+                setattr(module, name, own)
+
+
+SIZES = {  # attributes that tell the features of a part
+    Style.COLUMN: ("out_features", "nf"),
+    Style.ROW: ("in_features", "nx"),
+    Style.HEADS: ("embedding_dim",),
+}
+
+
+def own_pieces(layer: FoundLayer, ranks: TensorRanks, rank: int | None = None) -> Iterator[Piece]:
+    """What a rank, this one by default, holds of the features, or of the vocabulary, of a layer."""
+    if layer.style in (Style.EMBEDDING, Style.OUTPUT):
+        yield Piece(*ranks.rows(layer.segments[0].size, rank))
+    else:
+        yield from pieces_of(layer.segments, ranks.size, ranks.rank if rank is None else rank)
+
+
+def dimension_of(layer: FoundLayer, module: nn.Module, name: str) -> int | None:
+    """The dimension along which a parameter of a layer is cut; None for one that is whole."""
+    match layer.style:
+        case Style.WHOLE:
+            return None
+        case Style.ROW:
+            return None if name == "bias" else 1 - output_dimension(module)
+        case Style.COLUMN:
+            return 0 if name == "bias" else output_dimension(module)
+        case Style.HEADS:
+            return head_dimension(module)
+        case _:
+            return 0
+
+
+def output_dimension(module: nn.Module) -> int:
+    """The dimension of a linear layer's weight along which its output features lie."""
+    features = linear_features(module)
+    assert features is not None
+    return features.dimension
+
+
+class _Forwards:
+    """Puts split forwards in the place of those of a model's modules.
+
+    Attributes:
+        entrances: of column-parallel layers, by the module that holds them.
+        opened: of these modules, those that mix positions.
+        overlap: whether sums of all of them run beside the gradients of weights.
+    """
+
+    def __init__(self, model: nn.Module, found: FoundLayers, ranks: TensorRanks, zones: Zones) -> None:
+        self._model, self._found, self._ranks, self._zones = model, found, ranks, zones
+        self._modules = dict(model.named_modules())
+        self._rows = {column: layer for layer in found.layers for column in layer.columns}
+        self.entrances: dict[str, Entrance] = {}
+        self.opened: list[str] = []
+        self.overlap = True
+
+    def install(self) -> None:
+        """Give each split layer its forward."""
+        groups: dict[str, list[FoundLayer]] = defaultdict(list)
+        for layer in self._found.layers:
+            if layer.style is Style.COLUMN:
+                groups[_holder(layer.name)].append(layer)
+        for attention in self._found.attentions:
+            around = [holder for holder in groups if f"{attention.name}.".startswith(f"{holder}.")]
+            self.opened += [max(around, key=len)] if around else []
+        for holder, layers in groups.items():
+            self._enter(holder, layers, holder in self.opened)
+        for layer in self._found.layers:
+            module: Any = self._modules[layer.name]
+            if layer.style is Style.ROW:
+                entrances = list(dict.fromkeys(self.entrances[_holder(name)] for name in layer.columns))
+                transposed, plain = bool(output_dimension(module)), _replaced(module)
+                module.forward = RowForward(module, self._ranks, self._zones, layer.name, entrances, transposed, plain)
+            elif layer.style is Style.EMBEDDING:
+                split_embedding(module, self._ranks, *self._vocabulary(layer), layer.name)
+            elif layer.style is Style.OUTPUT:
+                split_output(self._model, module, self._ranks, *self._vocabulary(layer), layer.name)
+
+    def adapt(self) -> None:
+        """Give modules beside the heads of this rank what they need besides sizes."""
+        borders, ranks, rank = RankBorders(self._ranks), self._ranks.size, self._ranks.rank
+        for layer in self._found.layers:
+            fit_layer(self._modules[layer.name], layer, borders, ranks, rank)
+        for attention in self._found.attentions:
+            if attention.arguments or attention.narrow:
+                entrance = self.entrances[attention.name]
+                fit_attention(self._modules[attention.name], attention, borders, ranks, rank, entrance)
+
+    def _vocabulary(self, layer: FoundLayer) -> tuple[int, int, int]:
+        """This rank's rows [start, stop) of a vocabulary, and the size of all."""
+        total = layer.segments[0].size
+        return (*self._ranks.rows(total), total)
+
+    def _enter(self, holder: str, layers: list[FoundLayer], opened: bool) -> None:
+        """The forwards of the column-parallel layers of one module."""
+        modules: list[Any] = [self._modules[layer.name] for layer in layers]
+        parameters = [
+            Parameters(module, bool(output_dimension(module)), self._sums(layer))
+            for module, layer in zip(modules, layers, strict=True)
+        ]
+        overlaps = all(_replaced(module) is None for module in modules)
+        self.overlap &= overlaps
+        label = f"input of {layers[0].name}"
+        entrance = Entrance(self._ranks, self._zones, label, parameters, opened, overlaps)
+        self.entrances[holder] = entrance
+        for layer, module, each in zip(layers, modules, parameters, strict=True):
+            columns = divided_columns(layer, self._rows.get(layer.name), self._ranks)
+            module.forward = ColumnForward(module, entrance, self._zones, each, columns, _replaced(module))
+
+    def _sums(self, layer: FoundLayer) -> Any:
+        """Adds up gradients of features that several ranks hold; None where none are."""
+        if all(segment.copies(self._ranks.size) == 1 for segment in layer.segments):
+            return None
+        return partial(sum_copies, layer.segments, self._ranks, layer.name)
+
+
+def divided_columns(layer: FoundLayer, row: FoundLayer | None, ranks: TensorRanks) -> DividedActivations:
+    """The features and the heads that this rank has of the output of a column-parallel layer.
+
+    Args:
+        row: the row-parallel layer behind it, if it is known: it reads the heads of all queries.
+    """
+    features, heads = _divisions(layer, ranks), []
+    for each in (*(_divisions(row, ranks) if row is not None else ()), *features):
+        numbers = (each.whole, each.first, each.size)
+        if layer.head_size and not any(number % layer.head_size for number in numbers):
+            heads.append(Division(*(number // layer.head_size for number in numbers)))
+    return DividedActivations(heads=tuple(heads), features=tuple(features))
+
+
+def _divisions(layer: FoundLayer, ranks: TensorRanks) -> list[Division]:
+    """This rank's run of each segment of a layer's features; none if segments are of some ranks alone."""
+    found, first = [], 0
+    if any(segment.ranks is not None for segment in layer.segments):
+        return []
+    for segment, piece in zip(layer.segments, own_pieces(layer, ranks), strict=True):
+        found.append(Division(segment.size, piece.start - first, piece.stop - piece.start))
+        first += segment.size
+    return found
+
+
+def _holder(name: str) -> str:
+    """The path of the module that holds another."""
+    return name.rpartition(".")[0]
+
+
+def sum_copies(
+    segments: tuple[Segment, ...], ranks: TensorRanks, label: str, gradient: Tensor, dimension: int
+) -> Tensor:
+    """The gradient [own features along `dimension`] with those of features that several ranks hold added up.
+
+    One message has all copied segments whole, each rank's own part in its place and zeros elsewhere.
+    """
+    own = list(pieces_of(segments, ranks.size, ranks.rank))
+    at = [0]
+    for piece in own:
+        at.append(at[-1] + piece.stop - piece.start)
+    copied = [n for n, segment in enumerate(segments) if segment.copies(ranks.size) > 1]
+    parts = [gradient.narrow(dimension, at[n], at[n + 1] - at[n]) for n in copied]
+    firsts = [sum(segment.size for segment in segments[:n]) for n in range(len(segments))]
+    shape = list(gradient.shape)
+    shape[dimension] = sum(segments[n].size for n in copied)
+    message, offset, places = gradient.new_zeros(shape), 0, []
+    for n, part in zip(copied, parts, strict=True):
+        place = message.narrow(dimension, offset + own[n].start - firsts[n], part.shape[dimension])
+        place.copy_(part)
+        places.append(place)
+        offset += segments[n].size
+    ranks.sum(message, f"gradient of {label}")
+    for part, place in zip(parts, places, strict=True):
+        part.copy_(place)
+    return gradient
+
+
+def _replaced(module: nn.Module) -> Any:
+    """The forward that another technique has put in the place of a module's own; None if none has."""
+    return vars(module).get("forward")
