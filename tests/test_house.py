@@ -29,7 +29,8 @@ FLOORS = {
     "rng": 1.5,  # numbers that any technique may draw
     "optim": 1.6,  # torch.optim over flats, on which updaters of other rooms stand
     **dict.fromkeys(("zero", "precision", "pipeline"), 2),  # the techniques, which never import each other
-    **dict.fromkeys(("parameter_server", "offload", "activations", "losses"), 2),
+    **dict.fromkeys(("parameter_server", "offload", "recompute", "losses"), 2),
+    "saved": 1.9,  # storage of saved tensors, below their recomputation
     "tensor": 2.2,  # stands on losses
     "moe": 2.3,  # tokens of split layers are divided too
     "access": 2.5,  # parameters in the user's hands
@@ -409,7 +410,18 @@ def test_the_engine_is_small_and_seldom_asks_for_a_technique() -> None:
 
 OUTSIDE_CONDITIONS = 160  # 65 % of the 246 that there were before the engine was made of parts
 ROOMS_OF_TECHNIQUES = {  # where a technique may ask for itself; lists of actions are the pipeline's own
-    *("zero", "precision", "pipeline", "offload", "activations", "parameter_server", "schedule", "tensor", "moe"),
+    *(
+        "zero",
+        "precision",
+        "pipeline",
+        "offload",
+        "saved",
+        "recompute",
+        "parameter_server",
+        "schedule",
+        "tensor",
+        "moe",
+    ),
 }
 
 
@@ -446,7 +458,7 @@ UNUSED_WORDS = (  # private words, or words of two meanings, which name nothing 
     *("judge", "guess", "guesses", "landing", "spread", "standin", "standins", "wires"),
 )
 MAY_USE: dict[tuple[str, str], str] = {  # a part of the house and a word, with the reason
-    ("activations", "words"): "codes of fewer bits are packed into machine words",
+    ("saved", "words"): "codes of fewer bits are packed into machine words",
 }
 
 

@@ -16,7 +16,7 @@ PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-cache-d
 OFFLINE = ["--no-deps", "--no-index"]
 FROM_THE_WHEEL = """
 import json, torch
-from zeroshard.activations.codes.kernels import SOURCE, Kernels
+from zeroshard.saved.codes.kernels import SOURCE, Kernels
 from zeroshard.rng import philox
 from zeroshard.optim import host_adafactor, kernel
 flags = torch.tensor([True, False, True])

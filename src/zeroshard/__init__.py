@@ -29,7 +29,6 @@ from zeroshard.platform.imports import uncollected
 from zeroshard.version import __version__
 
 if TYPE_CHECKING:
-    from zeroshard.activations.policy import Activations
     from zeroshard.comm.mesh import Mesh, init_mesh
     from zeroshard.engine import Engine, StepResult, Trace
     from zeroshard.interop import DeepSpeedWeights, from_deepspeed
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     from zeroshard.pipeline.policy import Pipeline
     from zeroshard.plan import Plan
     from zeroshard.precision.policy import LossScale
+    from zeroshard.recompute.policy import Activations
     from zeroshard.resilience import Checkpoints, Guard
     from zeroshard.tensor.policy import TensorParallel
     from zeroshard.verification import Verification, verify

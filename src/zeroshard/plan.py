@@ -8,7 +8,6 @@ from fractions import Fraction
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from zeroshard.activations.policy import RECOMPUTE, Activations, RecomputeName
 from zeroshard.errors import PlanError
 from zeroshard.moe.policy import ExpertParallel
 from zeroshard.offload.policy import Offload
@@ -25,6 +24,7 @@ from zeroshard.parts.settings import (
 )
 from zeroshard.pipeline.policy import Pipeline
 from zeroshard.precision.policy import LossScale
+from zeroshard.recompute.policy import RECOMPUTE, Activations, RecomputeName
 from zeroshard.schedule import Loan, PipelineSchedule
 from zeroshard.tensor.policy import TensorParallel
 

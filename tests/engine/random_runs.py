@@ -17,9 +17,9 @@ from engine.random_plans import Case, Step, plan_of, refusal_of
 from torch import Tensor, nn
 
 import zeroshard as zs
-from zeroshard.activations.compression import CompressedStore
 from zeroshard.errors import BudgetExceeded, ModelError, NonFiniteError, OptimizerError, PlanError
 from zeroshard.moe import Losses, Router
+from zeroshard.saved.compression import CompressedStore
 from zeroshard.step.penalties import weighing
 
 Log = list[tuple[str, Any]]

@@ -15,7 +15,7 @@ from engine.random_runs import Log, Plain, comparable, follows_plainly
 from torch import Tensor
 
 import zeroshard as zs
-from zeroshard.activations.policy import LOSSY
+from zeroshard.recompute.policy import LOSSY
 
 BLOCKS = {"Five": 5, "TiedFive": 5, "Thrifty": 5, "Spiked": 5, "Deep": 12, "DeepTied": 12}  # that can be emulated
 NOISY = (

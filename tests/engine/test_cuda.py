@@ -15,8 +15,6 @@ from pool import Pool
 from torch import Tensor, nn
 
 import zeroshard as zs
-from zeroshard.activations.codes.lossy import lossy_of
-from zeroshard.activations.policy import LOSSY
 from zeroshard.doctor.hardware import Machines
 from zeroshard.errors import BudgetExceeded
 from zeroshard.moe.grouped import fits, grouped_rows
@@ -24,6 +22,8 @@ from zeroshard.optim import owners
 from zeroshard.planner.predict.predict import predict
 from zeroshard.planner.predict.rehearse import TrainingTask
 from zeroshard.platform.transport import Network
+from zeroshard.recompute.policy import LOSSY
+from zeroshard.saved.codes.lossy import lossy_of
 from zeroshard.train.gpt import GPT, GPTConfig
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")

@@ -13,9 +13,9 @@ from verification import stateful
 from verification.jobs import ADAMW, build, data, job, padded, summed
 
 import zeroshard as zs
-from zeroshard.activations.policy import LOSSY
 from zeroshard.cli.verify import build_gpt, gpt_batch
 from zeroshard.errors import BatchError, CommError, ModelError, PlanError
+from zeroshard.recompute.policy import LOSSY
 from zeroshard.train.gpt import GPTConfig
 from zeroshard.verification.job import VerificationJob
 from zeroshard.verification.narrow import language_model, token_batch

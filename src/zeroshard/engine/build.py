@@ -8,9 +8,6 @@ from functools import partial
 import torch
 from torch import nn
 
-from zeroshard.activations.make import SaverMeans, saver_of
-from zeroshard.activations.recomputation import Recomputation
-from zeroshard.activations.savers import Savers
 from zeroshard.comm.collectives import Comm
 from zeroshard.comm.over_budget import begin_engine
 from zeroshard.engine.room_checks import RoomChecks
@@ -36,8 +33,11 @@ from zeroshard.pipeline.whole import WholeModel
 from zeroshard.plan import Plan
 from zeroshard.platform.accelerator import is_accelerator
 from zeroshard.precision.cast import DTYPES, Precision, keep_in_fp32
+from zeroshard.recompute.kinds import SaverMeans, saver_of
+from zeroshard.recompute.recomputation import Recomputation
 from zeroshard.rng.make import random_numbers_of
 from zeroshard.rng.rows import Rows
+from zeroshard.saved.savers import Savers
 from zeroshard.step.late_updates import LateUpdates
 from zeroshard.units import Flat, Unit, is_small
 from zeroshard.units.materialise import Initialiser, Materialiser, seed_of

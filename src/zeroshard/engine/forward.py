@@ -17,9 +17,6 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from zeroshard.access.writes import Writes
-from zeroshard.activations.checkpoint_inputs import HooksOfForward
-from zeroshard.activations.counts import CountedTensor, Stored
-from zeroshard.activations.keep import Kept
 from zeroshard.autograd.embeddings import make_rows_alone
 from zeroshard.engine.backward import Backward
 from zeroshard.engine.build import Assembly
@@ -27,6 +24,9 @@ from zeroshard.errors import PlanError
 from zeroshard.memory.ledger import Ledger
 from zeroshard.parts.weights import ABSENT, Weights
 from zeroshard.precision.clash import explain_clash
+from zeroshard.saved.counted import CountedTensor, Stored
+from zeroshard.saved.on_device import Kept
+from zeroshard.saved.torch_checkpoint import HooksOfForward
 from zeroshard.step.late_updates import LateUpdates
 from zeroshard.units import values_of
 from zeroshard.units.hooks import Hook, absent_in_transform, explain_transform, listen, outside, place_of, transforming

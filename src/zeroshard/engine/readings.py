@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroshard.activations.arenas import ArenaUse
 from zeroshard.comm.collectives import Comm
 from zeroshard.comm.mesh import Mesh
 from zeroshard.engine.backward import Backward
@@ -23,6 +22,7 @@ from zeroshard.parts.tables import MemoryTable, TrafficTable, memory_table, traf
 from zeroshard.pipeline.stage import Stage
 from zeroshard.pipeline.whole import WholeModel
 from zeroshard.plan import Plan
+from zeroshard.recompute.arena import ArenaUse
 from zeroshard.schedule import PipelineSchedule
 from zeroshard.step.late_updates import SpeculationCounts
 from zeroshard.step.sequence import StepEnd, StepOrder

@@ -5,11 +5,6 @@ from functools import partial
 
 from torch import nn
 
-from zeroshard.activations.arenas import CheckpointArena
-from zeroshard.activations.make import Means, keeper_of, recomputation_of
-from zeroshard.activations.partition import CheckpointPartition
-from zeroshard.activations.recomputation import Recomputation
-from zeroshard.activations.surroundings import Surroundings
 from zeroshard.comm.collectives import Comm
 from zeroshard.engine.forward import Forward
 from zeroshard.moe.step_end import MixtureSteps
@@ -20,6 +15,11 @@ from zeroshard.pipeline.policy import Cut
 from zeroshard.pipeline.stage import Stage
 from zeroshard.pipeline.whole import WholeModel
 from zeroshard.plan import Plan
+from zeroshard.recompute.arena import CheckpointArena
+from zeroshard.recompute.context import Surroundings
+from zeroshard.recompute.kinds import Means, keeper_of, recomputation_of
+from zeroshard.recompute.recomputation import Recomputation
+from zeroshard.recompute.shards import CheckpointPartition
 from zeroshard.step.sequence import StepEnd
 from zeroshard.units.hooks import place_of
 from zeroshard.validation.division import check_ranks

@@ -2,12 +2,12 @@
 
 from typing import NamedTuple
 
-from zeroshard.activations.choice import Recomputing
 from zeroshard.moe.choice import SharingExperts
 from zeroshard.offload.choice import Offloading
 from zeroshard.pipeline.choice import Stages
 from zeroshard.plan import Plan
 from zeroshard.precision.choice import Computing
+from zeroshard.recompute.choice import Recomputing
 from zeroshard.rng.choice import Drawing
 from zeroshard.schedule import PipelineSchedule
 from zeroshard.tensor.choice import Splitting

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from zeroshard.activations.policy import LOSSY
 from zeroshard.engine.techniques import data_ranks_of, together_of
 from zeroshard.errors import BatchError, ModelError
 from zeroshard.plan import Plan
+from zeroshard.recompute.policy import LOSSY
 
 OptimizerOf = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 LossOf = Callable[[Any, Any], Any]

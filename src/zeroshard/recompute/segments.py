@@ -1,0 +1,497 @@
+"""Segments: forwards of consecutive blocks of which only the input is kept (Chen et al., 1604.06174, section 3).
+
+Autograd's graph of the forward stays as it is. Each tensor that a block saves in it is replaced by a slot; the first
+slot that the backward reads has the whole segment computed again, and every slot gets its tensor, in the order in
+which they were saved. So gradients flow through the graph of the forward: hooks, the order in which sums are made and
+what is reduced when are those without recomputation. A slot belongs to the graph, and what it holds is freed with it,
+as a saved tensor is; there is nothing to clean up after a backward, nor where there is none.
+
+[Note: links] A tensor among the arguments of a block that an earlier block of the segment returned, and that nothing
+has written since, is not kept: the recomputation takes it from there. All other tensors are kept, whatever the model
+does between its blocks.
+
+[Note: kept tensors] What is not computed again goes to the hooks of saved tensors around the block, if there are any:
+they count it, bring its unit, or send it to the host.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from typing import Any, Protocol
+from weakref import ReferenceType, finalize, ref
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+from zeroshard.errors import PlanError
+from zeroshard.platform.accelerator import is_accelerator
+from zeroshard.recompute.arena import CheckpointArena, PlacedCheckpoint
+from zeroshard.recompute.context import Surroundings
+from zeroshard.replay.replay import Replay
+from zeroshard.replay.results import Using
+from zeroshard.replay.samples import OTHER_VALUES, ForwardSamples, agrees
+from zeroshard.saved.on_device import Kept
+from zeroshard.units.hooks import place_of
+
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+Made = Callable[[int, int], Any]  # what a region made, by its number and that of the leaf of its output
+
+
+class Held(Protocol):
+    """What a slot has."""
+
+    def tensor(self) -> Tensor:
+        """The tensor."""
+
+
+@dataclass(slots=True)
+class Call:
+    """What a block computes: its module with the number of its unit, its own forward, and results that are kept.
+
+    Attributes:
+        again: how often it was computed again, and the seconds of that.
+        made: seconds in which tensors of it were made again.
+        forwards: in segments so far.
+    """
+
+    module: nn.Module
+    unit: int
+    forward: Callable[..., Any]
+    operations: Callable[["Region"], AbstractContextManager[Any] | None]
+    needed: int | None = None  # of kept results, as far as a recomputation is known to ask for them
+    again: tuple[int, float] = (0, 0.0)
+    made: float = 0.0
+    forwards: int = 0
+
+
+class _KeptBack:
+    """A tensor that is kept ([Note: kept tensors]), in the arena of checkpoints if it takes it."""
+
+    __slots__ = ("place", "requires_grad", "saved", "unpack")
+
+    def __init__(self, tensor: Tensor, hooks: Hooks | None, arena: CheckpointArena | None = None) -> None:
+        self.requires_grad = tensor.requires_grad
+        self.place = None if arena is None else arena.place(tensor)
+        self.saved: Any
+        self.unpack: Callable[[Any], Tensor]
+        if self.place is not None and self.place.held is not None:
+            self.saved, self.unpack = self.place, PlacedCheckpoint.tensor
+        elif hooks:
+            is_itself = isinstance(tensor, nn.Parameter) or not tensor.requires_grad
+            self.saved = hooks[0](tensor if is_itself else tensor.detach())
+            self.unpack = hooks[1]
+        else:
+            self.saved, self.unpack = Kept(tensor), Kept.tensor
+
+    def tensor(self) -> Tensor:
+        """The tensor again, cut off from its graph; one that had none is itself."""
+        tensor = self.unpack(self.saved)
+        return tensor.detach() if self.requires_grad or tensor.requires_grad else tensor
+
+
+class _KeptPart(_KeptBack):
+    """A tensor of which this rank keeps a part."""
+
+    __slots__ = ("partition", "shape")
+
+    def __init__(self, tensor: Tensor, hooks: Hooks | None, around: Surroundings) -> None:
+        partition = around.partition
+        assert partition is not None
+        super().__init__(partition.part(tensor), hooks, around.arena)
+        self.partition, self.shape, self.requires_grad = partition, tensor.shape, tensor.requires_grad
+
+    def tensor(self) -> Tensor:
+        """The tensor again, gathered: a collective call."""
+        return self.partition.whole(super().tensor(), self.shape)
+
+
+def keep_input(tensor: Tensor, hooks: Hooks | None, around: Surroundings, places: bool = True) -> _KeptBack:
+    """Keep what a forward that is computed again takes, or this rank's part of it.
+
+    Args:
+        places: whether it may lie in the arena.
+    """
+    if around.partition is not None and around.partition.takes(tensor):
+        return _KeptPart(tensor, hooks, around)
+    return _KeptBack(tensor, hooks, around.arena if places else None)
+
+
+class _Linked:
+    """A tensor that an earlier region of the segment makes ([Note: links])."""
+
+    __slots__ = ("leaf", "region", "requires_grad", "storage")
+
+    def __init__(self, region: int, leaf: int, tensor: Tensor) -> None:
+        self.region, self.leaf, self.requires_grad = region, leaf, tensor.requires_grad
+        strided = tensor.layout is torch.strided
+        self.storage = place_of(tensor), tensor.untyped_storage().nbytes() if strided else 0
+
+
+class SavedSlot:
+    """Stands in the graph for a tensor that is computed again."""
+
+    __slots__ = ("__weakref__", "dtype", "held", "number", "sample", "segment", "shape")
+
+    def __init__(self, segment: "BlockSegment", number: int, tensor: Tensor) -> None:
+        self.segment, self.number, self.shape, self.dtype = segment, number, tensor.shape, tensor.dtype
+        self.held: Held | None = None
+        self.sample: bytes | None = None
+
+    def tensor(self) -> Tensor:
+        """The tensor again; the first that is asked for has the segment computed again."""
+        if self.held is None:
+            self.segment.compute_again(self.number)
+            self.segment.filled()
+        if self.held is None:
+            raise differs(f"a tensor of shape {tuple(self.shape)} was not saved the second time")
+        return self.held.tensor()
+
+
+class Region:
+    """One forward of one block.
+
+    Attributes:
+        call: the block.
+        kept: results that are not computed again, in their order.
+        asked: how many of them the recomputation under way has asked for.
+        again: whether a recomputation is under way.
+        linked: whether a later region of the segment takes what it makes.
+        choice: what of it is kept, where that is chosen block by block.
+        saves_sums: whether it keeps what `once` makes.
+        sums: bytes of results that were made in the forward alone.
+        dropped: whether what its graph was to keep is computed again.
+        samples: of its values, if recomputations are compared.
+    """
+
+    choice: Any = None
+    saves_sums = True
+
+    def __init__(self, call: Call, arguments: list[Any], spec: TreeSpec, replay: Replay, hooks: Hooks | None) -> None:
+        self.call, self._arguments, self._spec, self._replay = call, arguments, spec, replay
+        self.hooks = hooks
+        self.slots: list[ReferenceType[SavedSlot] | None] = []
+        self.kept: list[Any] = []
+        self.asked, self.again, self.linked, self.sums = 0, False, False, 0
+        self.dropped = False
+        self.samples: ForwardSamples | None = None
+        self._places: dict[int, int] = {}  # of kept results, by storage, where sums may be written into them
+        self._contexts = _contexts_now(replay.device)
+
+    def once(self, make: Callable[[], Tensor], written: Tensor) -> Tensor:
+        """A result that is made in the forward alone; as `replay.results.KeptResults`."""
+        if not self.saves_sums:
+            if (number := self._places.pop(place_of(written), None)) is not None:
+                self.copy_kept(number)
+            return make()
+        if self.again:
+            found = self.take()
+            return make() if found is None else found
+        result = make()
+        self.sums += result.nbytes
+        self.keep(result.clone())  # what follows may write into it
+        return result
+
+    def keep(self, result: Any) -> None:
+        """Keep a result, a tensor or several, unless recomputations are known to stop before they ask for it."""
+        needed = self.call.needed is None or len(self.kept) < self.call.needed
+        if not self.saves_sums:
+            self._places |= {place_of(each): len(self.kept) for each in tree_leaves(result) if isinstance(each, Tensor)}
+        self.kept.append(tree_map_only(Tensor, lambda each: _KeptBack(each, self.hooks), result) if needed else None)
+
+    def take(self) -> Any:
+        """The next kept result; None where it was not kept."""
+        kept = self.kept[self.asked] if self.asked < len(self.kept) else None
+        self.asked += 1
+        # Cut off each time: as an output of a recomputation it would hold the graph that holds it.
+        return tree_map_only(_KeptBack, lambda each: each.tensor().detach(), kept)
+
+    def copy_kept(self, number: int) -> None:
+        """Keep a copy of a result instead of it, which is about to be written."""
+        kept = self.kept[number] if number < len(self.kept) else None
+        copied = lambda each: _KeptBack(each.tensor().clone(), self.hooks)  # noqa: E731
+        self.kept[number : number + 1] = [tree_map_only(_KeptBack, copied, kept)] if number < len(self.kept) else []
+
+    def drop_saved(self) -> None:
+        """Drop what slots hold, and results that can be computed again, unless that is under way."""
+        if self.again:
+            return
+        self.dropped = True
+        for slot in self.slots:
+            if slot is not None and (found := slot()) is not None:
+                found.held = None
+        if not self.sums:
+            self.kept = [None] * len(self.kept)
+
+    @property
+    def waiting(self) -> int:
+        """How many slots that the graph still has are without a tensor."""
+        alive = (slot() for slot in self.slots if slot is not None)
+        return sum(slot is not None and slot.held is None for slot in alive)
+
+    @property
+    def copied(self) -> int:
+        """Bytes of buffers that are kept as they were before the forward."""
+        return self._replay.nbytes
+
+    @property
+    def links(self) -> list[tuple[int, int]]:
+        """What it takes from earlier regions of the segment, as (region, leaf)."""
+        return [(each.region, each.leaf) for each in self._arguments if isinstance(each, _Linked)]
+
+    @property
+    def taken(self) -> list[tuple[int, tuple[int, int]]]:
+        """The same as (region, (storage, bytes))."""
+        return [(each.region, each.storage) for each in self._arguments if isinstance(each, _Linked)]
+
+    def arguments(self, made: Made) -> Any:
+        """What the block takes, with what earlier regions of the segment `made`; what was one tensor is one again."""
+        again: dict[int, Any] = {}
+        for each in self._arguments:
+            if id(each) in again:
+                continue
+            if isinstance(each, (_KeptBack, _Linked)):
+                tensor = each.tensor() if isinstance(each, _KeptBack) else made(each.region, each.leaf).detach()
+                again[id(each)] = tensor.requires_grad_() if each.requires_grad else tensor
+            else:
+                again[id(each)] = each
+        return tree_unflatten([again[id(each)] for each in self._arguments], self._spec)
+
+    def compute(self, around: Surroundings, made: Made, whole: bool, fill: bool = True) -> list[Any]:
+        """Compute the forward again, fill the slots, and return the leaves of its output.
+
+        Args:
+            whole: whether its output is needed; else it ends with the last slot.
+            fill: whether slots are filled.
+        """
+        capture: _Capture | _Dropped = _Capture(self, around, whole) if fill else _Dropped()
+        args, kwargs = self.arguments(made)
+        began = around.now()
+        self.asked, self.again = 0, True
+        try:
+            with ExitStack() as stack:
+                contexts: list[AbstractContextManager[Any]] = [
+                    self._replay.again(),
+                    torch.enable_grad(),
+                    around.draws(self.call.module),
+                ]
+                mode = self.call.operations(self)
+                contexts += [Using(self), capture.hooks(), *self._contexts(), *([mode] if mode is not None else [])]
+                for context in contexts:
+                    stack.enter_context(context)
+                output = self.call.forward(*args, **kwargs)
+        except _Enough:
+            output = None
+        finally:
+            self.again = False
+        leaves = tree_flatten(output)[0]
+        if capture.unlike and (self.kept or self.samples is None or not self.samples.agree(leaves)):
+            raise differs(OTHER_VALUES)  # and where all agree, it was memory without a value
+        self.call.needed = max(self.asked, self.call.needed or 0)
+        self.call.again = self.call.again[0] + 1, self.call.again[1] + around.now() - began
+        return leaves
+
+    def end(self) -> None:
+        """The forward is over."""
+        self._replay.end()
+
+    def drop(self) -> None:
+        """The graph is gone."""
+        self._replay.drop()
+
+
+class _Capture:
+    """Fills the slots of a region with what its recomputation saves."""
+
+    def __init__(self, region: Region, around: Surroundings, whole: bool) -> None:
+        self._region, self._around, self._whole, self._count = region, around, whole, 0
+        self.waiting, self.unlike = region.waiting, False
+
+    def hooks(self) -> saved_tensors_hooks:
+        """The context of the recomputation."""
+        return saved_tensors_hooks(self._pack, _read_again)
+
+    def _pack(self, tensor: Tensor) -> None:
+        slots, number = self._region.slots, self._count
+        self._count += 1
+        if number >= len(slots):
+            raise differs("more tensors were saved the second time")
+        found = slots[number]
+        slot = None if found is None else found()
+        if slot is None or slot.held is not None:
+            return
+        if (slot.shape, slot.dtype) != (tensor.shape, tensor.dtype):
+            raise differs(
+                f"a tensor of shape {tuple(slot.shape)} and {slot.dtype} is of shape {tuple(tensor.shape)} and "
+                f"{tensor.dtype} the second time"
+            )
+        slot.held = self._around.hold(tensor)
+        self.waiting -= 1
+        self.unlike = self.unlike or not (slot.sample is None or agrees(tensor, slot.sample))
+        if not (self.waiting or self._whole or self.unlike):
+            raise _Enough
+
+
+class _Dropped:
+    """Drops what a recomputation saves that is on its way to a later block."""
+
+    unlike = False
+
+    def hooks(self) -> saved_tensors_hooks:
+        """The context of the recomputation."""
+        return saved_tensors_hooks(lambda tensor: None, _read_again)
+
+
+class BlockSegment:
+    """Regions that are computed again together, from the input of the first.
+
+    Args:
+        around: the engine.
+        weights: the storages of weights.
+        count: told of each region that is computed again.
+
+    Attributes:
+        often: whether a region may be computed again several times.
+    """
+
+    often = False
+    graph: object = None  # of the whole forward, which lives as long as a part of it
+    waits: Callable[[Region], None] | None = None  # told of regions that may be dropped
+
+    def __init__(self, around: Surroundings, weights: set[int], count: Callable[[], None]) -> None:
+        self._around, self._weights, self._count = around, weights, count
+        self._regions: list[Region] = []
+        self._made: dict[int, tuple[ReferenceType[Tensor], int, int, int]] = {}
+        finalize(self, _drop, self._regions).atexit = False
+
+    def __len__(self) -> int:
+        return len(self._regions)
+
+    def begin(self, call: Call, args: Any, kwargs: Any, replay: Replay) -> Region:
+        """A region for the block that is about to run."""
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        leaves, spec = tree_flatten((args, kwargs))
+        held: dict[int, _KeptBack | _Linked] = {}
+        arguments: list[Any] = []
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                if id(leaf) not in held:
+                    held[id(leaf)] = self._linked(leaf) or self._keep(leaf, hooks)
+                arguments.append(held[id(leaf)])
+            else:
+                arguments.append(leaf)
+        region = Region(call, arguments, spec, replay, hooks)
+        if self._around.exact:
+            region.samples = ForwardSamples(call.forwards, is_accelerator(self._around.device))
+        call.forwards += 1
+        self._regions.append(region)
+        return region
+
+    def cancel(self) -> None:
+        """Leave out the region that was begun last: nothing of it is to be computed again."""
+        self._regions[-1].slots.clear()
+        self._regions[-1].drop()
+
+    def end(self, output: Any) -> None:
+        """The block has returned its output."""
+        number, region = len(self._regions) - 1, self._regions[-1]
+        region.end()
+        leaves = tree_flatten(output)[0]
+        if region.samples is not None:
+            region.samples.returned(leaves)
+        for leaf, tensor in enumerate(leaves):
+            if isinstance(tensor, Tensor):
+                self._made[id(tensor)] = ref(tensor), tensor._version, number, leaf
+
+    def slot(self, tensor: Tensor) -> Any:
+        """What the graph gets in the place of a tensor that the last region saves."""
+        region = self._regions[-1]
+        if place_of(tensor) in self._weights or (tensor.is_leaf and isinstance(tensor, nn.Parameter)):
+            region.slots.append(None)
+            return _KeptBack(tensor, region.hooks)
+        slot = SavedSlot(self, len(self._regions) - 1, tensor)
+        if region.samples is not None:
+            slot.sample = region.samples.saved(tensor, len(region.slots))
+        region.slots.append(ref(slot))
+        return slot
+
+    def compute_again(self, number: int) -> None:
+        """Compute all regions again, each from what the one before it returned; one of region `number` is asked for."""
+        asked = [region.linked or bool(region.waiting) for region in self._regions]
+        made: list[list[Any]] = []
+        for region, needed in zip(self._regions, asked, strict=True):
+            made.append([])
+            if needed:
+                with self._around.gathered(region.call.unit):
+                    made[-1] = region.compute(self._around, lambda r, leaf: made[r][leaf], region.linked)
+                self._count()
+
+    def filled(self) -> None:
+        """Slots have been filled; they may be dropped where there is too little room."""
+        waits = self.waits
+        if waits is not None:
+            for region in self._regions:
+                waits(region)
+
+    def _keep(self, tensor: Tensor, hooks: Hooks | None) -> _KeptBack:
+        """Keep an argument of a block; masks, positions and weights are held by others, too."""
+        held = not tensor.requires_grad or place_of(tensor) in self._weights
+        return keep_input(tensor, hooks, self._around, places=not held)
+
+    def _linked(self, tensor: Tensor) -> _Linked | None:
+        found = self._made.get(id(tensor))
+        if found is None or found[0]() is not tensor or found[1] != tensor._version:
+            return None
+        self._regions[found[2]].linked = True
+        return _Linked(found[2], found[3], tensor)
+
+
+class _Enough(Exception):
+    """Ends a recomputation whose slots are all filled."""
+
+    def __init__(self) -> None:
+        super().__init__("all tensors are there that the backward reads")
+
+
+def read(saved: Any) -> Tensor:
+    """What `BlockSegment.slot` gave for a tensor becomes that tensor."""
+    tensor: Tensor = saved.tensor()
+    return tensor
+
+
+def differs(how: str) -> PlanError:
+    """The error of a recomputation that is not as its forward was."""
+    return PlanError(
+        f"A block computed other tensors in its recomputation than in its forward: {how}. What it computes must depend "
+        f"on its arguments, parameters, buffers, plain attributes and random numbers alone; keep its activations with "
+        f"recompute='off', or leave it out of the units."
+    )
+
+
+def _read_again(saved: Any) -> Tensor:
+    raise differs("it ran a backward in its forward, through tensors that are not kept")
+
+
+def _contexts_now(device: torch.device) -> Callable[[], list[AbstractContextManager[Any]]]:
+    """The contexts in which autocasting and function modes are as they are now; none where they are so anyway."""
+    kinds = sorted({"cpu", device.type})
+    then = {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds}
+    modes = _get_current_function_mode_stack()
+
+    def contexts() -> list[AbstractContextManager[Any]]:
+        present = _get_current_function_mode_stack()
+        found: list[AbstractContextManager[Any]] = [
+            torch.autocast(kind, dtype, enabled)
+            for kind, (enabled, dtype) in then.items()
+            if enabled or torch.is_autocast_enabled(kind)
+        ]
+        return found + [each for each in modes if not any(each is other for other in present)]
+
+    return contexts
+
+
+def _drop(regions: list[Region]) -> None:
+    for region in regions:
+        region.drop()

@@ -1,0 +1,79 @@
+"""Inputs of `torch.utils.checkpoint` inside of a model's forward, which in a recomputation are the same tensors.
+
+Autograd makes a new tensor of what a hook of saved tensors gives back, so arguments that were one tensor would be two
+when they are read again, and a module that asks `query is key` would compute otherwise. So an input that stays where it
+is passes the hooks by: its frame of `torch.utils.checkpoint` holds the tensor itself, as without hooks, and what counts
+it. One that is moved is read again once, for all arguments that it was.
+"""
+
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from zeroshard.saved.counted import Stored
+from zeroshard.saved.on_device import Kept
+from zeroshard.units.tensors import tensors_in
+
+checkpoints: Any = torch.utils.checkpoint
+
+
+class HooksOfForward(saved_tensors_hooks):
+    """Hooks of saved tensors around a model's forward, in which inputs of recomputations stay themselves."""
+
+    def __enter__(self) -> None:
+        self._frames = checkpoints._CheckpointFrame
+        checkpoints._CheckpointFrame = _Frame
+        super().__enter__()
+
+    def __exit__(self, *of_error: object) -> None:
+        super().__exit__(*of_error)
+        checkpoints._CheckpointFrame = self._frames
+
+
+class _Frame(checkpoints._CheckpointFrame):  # type: ignore[misc]
+    """What torch keeps of one function that it computes again."""
+
+    def save_inputs(self, *args: Any) -> None:
+        """Keep the arguments, each tensor once."""
+        self.counts: list[Any] = []
+        others = [arg for arg in args if not isinstance(arg, Tensor)]
+        saved = {id(tensor): tensor for tensor in tensors_in((others, _keywords(self.recompute_fn)))}  # held anyway
+        for arg in args:
+            if isinstance(arg, Tensor) and id(arg) not in saved:
+                saved[id(arg)] = self._save(arg)
+        self.saved_args = [saved.get(id(arg), arg) for arg in args]
+
+    def get_inputs(self) -> list[Any]:
+        """The arguments again; those that were one tensor are one."""
+        again = {id(arg): _read(arg) for arg in self.saved_args}
+        return [again[id(arg)] for arg in self.saved_args]
+
+    def _save(self, tensor: Tensor) -> Any:
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        tracing = torch._C._autograd._saved_tensors_hooks_set_tracing(True)  # leaves out the hooks
+        try:
+            saved: Any = torch._C._autograd._make_saved_tensor(tensor, is_output=False)
+        finally:
+            torch._C._autograd._saved_tensors_hooks_set_tracing(tracing)
+        if hooks is None:
+            return saved
+        with torch.no_grad():
+            packed = hooks[0](tensor)
+        if isinstance(packed, Stored) and isinstance(packed.saved, Kept):
+            self.counts.append(packed)
+        else:
+            saved.register_hooks(lambda _: packed, hooks[1])
+        return saved
+
+
+def _read(saved: Any) -> Any:
+    return saved.unpack() if isinstance(saved, torch._C._autograd.SavedTensor) else saved
+
+
+def _keywords(recompute: Any) -> Any:
+    """The keywords of the function that is computed again."""
+    cells = dict(zip(recompute.__code__.co_freevars, recompute.__closure__ or (), strict=True))
+    return cells["kwargs"].cell_contents if "kwargs" in cells else None
