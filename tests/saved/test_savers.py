@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from zeroshard.saved.on_device import Kept
-from zeroshard.saved.savers import Savers, ViewHandle, Views
+from zeroshard.saved.kept import Kept
+from zeroshard.saved.savers import Savers
+from zeroshard.saved.storages import ViewHandle, Views
 
 
 class Doubles:

@@ -33,11 +33,10 @@ from zeroshard.pipeline.whole import WholeModel
 from zeroshard.plan import Plan
 from zeroshard.platform.accelerator import is_accelerator
 from zeroshard.precision.cast import DTYPES, Precision, keep_in_fp32
-from zeroshard.recompute.kinds import SaverMeans, saver_of
 from zeroshard.recompute.recomputation import Recomputation
 from zeroshard.rng.make import random_numbers_of
 from zeroshard.rng.rows import Rows
-from zeroshard.saved.savers import Savers
+from zeroshard.saved.savers import Savers, SavingPlan, savers_of
 from zeroshard.step.late_updates import LateUpdates
 from zeroshard.units import Flat, Unit, is_small
 from zeroshard.units.materialise import Initialiser, Materialiser, seed_of
@@ -161,14 +160,16 @@ class Builder:
         self._spans.install_spans()
         self._late.spans_installed()
         gatherer = self._gatherer(units, parts)
-        tier = self._lower if self._plan.offloading.activations else None
-        saver = saver_of(SaverMeans(self._plan.saving, self._ledger, self._model, self._key, tier))
         messages = self._arena if self._comm.shared is None else Arena(self._ledger, self._axes.world.buffer)
         raise_together(self._axes.world, self._room_for_states)
         return Assembly(
             Parts(units, parts, self._arena, messages, gatherer, self._random_numbers(techniques)),
-            self._spans, self._precision, gatherer, self._late, saver,
+            self._spans, self._precision, gatherer, self._late, self._savers(),
         )  # fmt: skip
+
+    def _savers(self) -> Savers:
+        policy, tier = self._plan.saving, self._lower if self._plan.offloading.activations else None
+        return savers_of(SavingPlan(policy.compress, tier, policy.copies_ahead, self._key), self._model, self._ledger)
 
     def _room_for_states(self) -> None:
         """Refuse states without room before the first step, in which torch makes them."""

@@ -24,8 +24,7 @@ from zeroshard.errors import PlanError
 from zeroshard.memory.ledger import Ledger
 from zeroshard.parts.weights import ABSENT, Weights
 from zeroshard.precision.clash import explain_clash
-from zeroshard.saved.counted import CountedTensor, Stored
-from zeroshard.saved.on_device import Kept
+from zeroshard.saved.kept import CountedTensor, Kept, Stored
 from zeroshard.saved.torch_checkpoint import HooksOfForward
 from zeroshard.step.late_updates import LateUpdates
 from zeroshard.units import values_of

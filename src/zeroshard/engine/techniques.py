@@ -16,8 +16,8 @@ from zeroshard.pipeline.stage import Stage
 from zeroshard.pipeline.whole import WholeModel
 from zeroshard.plan import Plan
 from zeroshard.recompute.arena import CheckpointArena
-from zeroshard.recompute.context import Surroundings
-from zeroshard.recompute.kinds import Means, keeper_of, recomputation_of
+from zeroshard.recompute.context import RecomputeContext
+from zeroshard.recompute.kinds import RecomputeInputs, keeper_of, recomputation_of
 from zeroshard.recompute.recomputation import Recomputation
 from zeroshard.recompute.shards import CheckpointPartition
 from zeroshard.step.sequence import StepEnd
@@ -96,15 +96,15 @@ def saving_of(
     partition = CheckpointPartition(alike["tensor"].comm) if policy.partition else None
     arena = CheckpointArena(stage.mesh.device, forward.hold) if policy.arena else None
     touched = forward.hold, forward.gathered, draws, now, partition, arena, forward.saver
-    around = Surroundings(stage.mesh.device, ledger, places, *touched)
-    parts.keep_input = keeper_of(around, forward.hooks, plan.offloading.activations)
+    context = RecomputeContext(stage.mesh.device, ledger, places, *touched)
+    parts.keep_input = keeper_of(context, forward.hooks, plan.offloading.activations)
     parts.inputs = arena if parts.keep_input is None else None
     if not of_blocks and not policy.arena:
         return None
     with stage.blocks() as blocks:
         splits = plan.tensor.splits, plan.experts.divides
-        means = Means(parts, stage.planned, stage.mesh, plan.pipelined, plan.streams, *splits)
-        return recomputation_of(policy, model, blocks if of_blocks else [], around, means)
+        inputs = RecomputeInputs(parts, stage.planned, stage.mesh, plan.pipelined, plan.streams, *splits)
+        return recomputation_of(policy, model, blocks if of_blocks else [], context, inputs)
 
 
 def together_of(plan: Plan, ranks: int) -> int:

@@ -20,8 +20,8 @@ from weakref import finalize
 import torch
 from torch import Tensor
 
-from zeroshard.saved.on_device import Kept
-from zeroshard.saved.savers import ViewHandle, Views
+from zeroshard.saved.kept import Kept
+from zeroshard.saved.storages import ViewHandle, Views
 from zeroshard.units.hooks import place_of
 
 ALIGNED = 64  # bytes; no kernel depends on a larger alignment

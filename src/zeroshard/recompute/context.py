@@ -1,4 +1,4 @@
-"""What of the engine a recomputation touches."""
+"""Services of the engine for recomputation: device, ledger, gathers, random numbers, clock."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from zeroshard.memory.ledger import Ledger
 from zeroshard.recompute.arena import CheckpointArena
 from zeroshard.recompute.shards import CheckpointPartition
-from zeroshard.saved.on_device import Kept
+from zeroshard.saved.kept import Kept
 from zeroshard.saved.savers import Savers
 
 
 @dataclass(slots=True)
-class Surroundings:
-    """What of the engine a recomputation touches.
+class RecomputeContext:
+    """Services of the engine for recomputation.
 
     Attributes:
         device: on which blocks compute.

@@ -9,7 +9,7 @@ from zeroshard.parts.settings import check_choice, check_flag, names_of, shown
 
 RECOMPUTE = ("schedule", "off", "blocks", "sqrt", "selective", "auto")
 CLASSES = ("attention", "norms", "activations")  # of operations that "selective" may compute again
-LOSSLESS = ("binarize", "sparse", "inplace")  # ways to compress
+LOSSLESS = ("binarize", "sparse", "inplace")  # codes of `compress` that keep all bits
 LOSSY = ("fp16", "fp10", "fp8", "e4m3", "int8", "int4", "int2")
 RecomputeName = Literal["schedule", "off", "blocks", "sqrt", "selective", "auto"]
 
@@ -141,6 +141,11 @@ class Activations:
                 "activations.arena=True and offload='activations' do not combine: the inputs of blocks are on the host "
                 "then. Leave one of them out."
             )
+
+    @property
+    def copies_ahead(self) -> int:
+        """Copies to the host under way at a time; "auto" sends whole blocks, and this is about what one saves."""
+        return 8 if self.recompute == "auto" else 2
 
     def from_inputs(self, stages: int) -> bool:
         """Whether backwards compute whole blocks, or segments of them, again from their inputs."""

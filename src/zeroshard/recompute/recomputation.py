@@ -27,7 +27,6 @@ from types import FrameType
 from typing import Any
 
 import torch
-import torch.utils.checkpoint as checkpoints
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
@@ -35,15 +34,15 @@ from torch.utils._pytree import tree_leaves
 from zeroshard.comm.collectives import Comm
 from zeroshard.errors import BudgetExceeded
 from zeroshard.recompute.arena import ArenaUse
-from zeroshard.recompute.context import Surroundings
+from zeroshard.recompute.context import RecomputeContext
 from zeroshard.recompute.segments import BlockSegment, Call, Region, SavedSlot, read
 from zeroshard.replay.generators import ModelDraws, ReachedGenerators, Source, held_by, sources_among
 from zeroshard.replay.replay import Replay
 from zeroshard.replay.results import Using
+from zeroshard.saved.torch_checkpoint import CHECKPOINTS, is_compiled, recomputed_by_others
 from zeroshard.step.sequence import StepEnd
 from zeroshard.units.hooks import outside
 
-CHECKPOINTS = checkpoints.__file__
 Operations = Callable[[Region], AbstractContextManager[Any] | None]
 
 
@@ -55,7 +54,7 @@ class Recomputation:
         blocks: modules with the numbers of their units.
         lengths: of the segments of so many blocks, in their order.
         last: whether the last segment is computed again too ([Note: the last segment]).
-        around: the engine.
+        context: of the recomputation.
         operations: makes the mode in which a region's forwards run.
         save_sums: whether sums over ranks are kept.
 
@@ -68,14 +67,14 @@ class Recomputation:
         model: nn.Module,
         blocks: Sequence[tuple[nn.Module, int]],
         lengths: Callable[[int], list[int]],
-        around: Surroundings,
+        context: RecomputeContext,
         operations: Operations,
         save_sums: bool = True,
         last: bool = True,
     ) -> None:
         self.recomputed = 0
         self._units = [unit for _, unit in blocks]
-        self._around, self._lengths, self._save_sums = around, lengths, save_sums
+        self._context, self._lengths, self._save_sums = context, lengths, save_sums
         self._last = last
         self._segment: BlockSegment | None = None
         self._room = 0  # regions that the segment may still take
@@ -110,9 +109,11 @@ class Recomputation:
         if not block.known:
             block.held = held_by(block.modules)
         often = segment.often
-        replay = Replay(block.modules, self._around.device, self._around.ledger, often, (*sources, *given, *block.held))
+        replay = Replay(
+            block.modules, self._context.device, self._context.ledger, often, (*sources, *given, *block.held)
+        )
         region = segment.begin(call, args, kwargs, replay)
-        watch = None if block.known else _FirstForward(segment, self._around, (args, kwargs))
+        watch = None if block.known else _FirstForward(segment, self._context, (args, kwargs))
         self._inside = True
         try:
             output = self._compute(region, (args, kwargs), watch.hooks if watch else (segment.slot, read))
@@ -150,12 +151,12 @@ class Recomputation:
 
     def step_ends(self, comm: Comm, world: Comm) -> list[StepEnd]:
         """What it does at the end of each step, with the ranks of a stage and those of all."""
-        return [] if self._around.arena is None else [self._around.arena]
+        return [] if self._context.arena is None else [self._context.arena]
 
     @property
     def arena(self) -> ArenaUse | None:
         """The use of the arena of checkpoints, if there is one."""
-        return None if self._around.arena is None else self._around.arena.use
+        return None if self._context.arena is None else self._context.arena.use
 
     def _compute(self, region: Region, arguments: Any, hooks: Any, watching: Any = None) -> Any:
         """A block's forward, in which `hooks` take what it saves."""
@@ -180,13 +181,13 @@ class Recomputation:
             self._first = module
             self._sizes = self._lengths(self._counts.get(module, self._counts[None]))
             self._kept = 0 if self._last else self._sizes.pop()
-            self._weights = self._around.places()
+            self._weights = self._context.places()
         self._called += 1
         if not self._room and not self._sizes and self._kept:
             self._kept -= 1
             return None
         if self._segment is None or not self._room:
-            self._segment = BlockSegment(self._around, self._weights, self._count)
+            self._segment = BlockSegment(self._context, self._weights, self._count)
             self._room = self._sizes.pop(0) if self._sizes else 1
         self._room -= 1
         return self._segment
@@ -238,8 +239,8 @@ class BlockForward:
 class _FirstForward:
     """Keeps what a block saves in its first forward, and watches whether it can be computed again."""
 
-    def __init__(self, segment: BlockSegment, around: Surroundings, arguments: Any) -> None:
-        self._segment, self._around = segment, around
+    def __init__(self, segment: BlockSegment, context: RecomputeContext, arguments: Any) -> None:
+        self._segment, self._context = segment, context
         self._taken = [(tensor, tensor._version) for tensor in tree_leaves(arguments) if isinstance(tensor, Tensor)]
         self._slots: list[SavedSlot] = []
         self._shown, self._over = False, False
@@ -267,7 +268,7 @@ class _FirstForward:
         self._shown = self._shown or _inside_checkpoint()
         if isinstance(slot, SavedSlot) and self._full is None:
             try:
-                slot.held = self._around.hold(tensor)
+                slot.held = self._context.hold(tensor)
                 self._slots.append(slot)
             except BudgetExceeded as error:  # it is kept to be left alone, if that turns out to be needed
                 self._full = error
@@ -280,14 +281,6 @@ class _FirstForward:
         return read(saved)
 
 
-def recomputed_by_others(in_backward: bool = True) -> bool:
-    """Whether the model itself recomputes what runs now, or it is compiled; or a backward runs, if `in_backward`."""
-    if (in_backward and torch._C._current_graph_task_id() != -1) or torch.compiler.is_compiling():
-        return True
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None and getattr(hooks[0], "__code__", _NOWHERE).co_filename == CHECKPOINTS
-
-
 def _inside_checkpoint() -> bool:
     """Whether torch's own recomputation saves the inputs of a function now."""
     frame: FrameType | None = sys._getframe(2)
@@ -298,18 +291,9 @@ def _inside_checkpoint() -> bool:
     return False
 
 
-_NOWHERE = recomputed_by_others.__code__
-
-
 def _is_cache(value: Any) -> bool:
     """Whether a value is a cache of keys and values ([Note: caches])."""
     return hasattr(value, "get_seq_length")
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Whether a module's forward is compiled or scripted."""
-    graph = module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
-    return graph or isinstance(module, torch.jit.ScriptModule)
 
 
 def _itself(forward: Any) -> Any:

@@ -29,11 +29,11 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_on
 from zeroshard.errors import PlanError
 from zeroshard.platform.accelerator import is_accelerator
 from zeroshard.recompute.arena import CheckpointArena, PlacedCheckpoint
-from zeroshard.recompute.context import Surroundings
+from zeroshard.recompute.context import RecomputeContext
 from zeroshard.replay.replay import Replay
 from zeroshard.replay.results import Using
 from zeroshard.replay.samples import OTHER_VALUES, ForwardSamples, agrees
-from zeroshard.saved.on_device import Kept
+from zeroshard.saved.kept import Kept
 from zeroshard.units.hooks import place_of
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
@@ -97,10 +97,10 @@ class _KeptPart(_KeptBack):
 
     __slots__ = ("partition", "shape")
 
-    def __init__(self, tensor: Tensor, hooks: Hooks | None, around: Surroundings) -> None:
-        partition = around.partition
+    def __init__(self, tensor: Tensor, hooks: Hooks | None, context: RecomputeContext) -> None:
+        partition = context.partition
         assert partition is not None
-        super().__init__(partition.part(tensor), hooks, around.arena)
+        super().__init__(partition.part(tensor), hooks, context.arena)
         self.partition, self.shape, self.requires_grad = partition, tensor.shape, tensor.requires_grad
 
     def tensor(self) -> Tensor:
@@ -108,15 +108,15 @@ class _KeptPart(_KeptBack):
         return self.partition.whole(super().tensor(), self.shape)
 
 
-def keep_input(tensor: Tensor, hooks: Hooks | None, around: Surroundings, places: bool = True) -> _KeptBack:
+def keep_input(tensor: Tensor, hooks: Hooks | None, context: RecomputeContext, places: bool = True) -> _KeptBack:
     """Keep what a forward that is computed again takes, or this rank's part of it.
 
     Args:
         places: whether it may lie in the arena.
     """
-    if around.partition is not None and around.partition.takes(tensor):
-        return _KeptPart(tensor, hooks, around)
-    return _KeptBack(tensor, hooks, around.arena if places else None)
+    if context.partition is not None and context.partition.takes(tensor):
+        return _KeptPart(tensor, hooks, context)
+    return _KeptBack(tensor, hooks, context.arena if places else None)
 
 
 class _Linked:
@@ -259,28 +259,28 @@ class Region:
                 again[id(each)] = each
         return tree_unflatten([again[id(each)] for each in self._arguments], self._spec)
 
-    def compute(self, around: Surroundings, made: Made, whole: bool, fill: bool = True) -> list[Any]:
+    def compute(self, context: RecomputeContext, made: Made, whole: bool, fill: bool = True) -> list[Any]:
         """Compute the forward again, fill the slots, and return the leaves of its output.
 
         Args:
             whole: whether its output is needed; else it ends with the last slot.
             fill: whether slots are filled.
         """
-        capture: _Capture | _Dropped = _Capture(self, around, whole) if fill else _Dropped()
+        capture: _Capture | _Dropped = _Capture(self, context, whole) if fill else _Dropped()
         args, kwargs = self.arguments(made)
-        began = around.now()
+        began = context.now()
         self.asked, self.again = 0, True
         try:
             with ExitStack() as stack:
                 contexts: list[AbstractContextManager[Any]] = [
                     self._replay.again(),
                     torch.enable_grad(),
-                    around.draws(self.call.module),
+                    context.draws(self.call.module),
                 ]
                 mode = self.call.operations(self)
                 contexts += [Using(self), capture.hooks(), *self._contexts(), *([mode] if mode is not None else [])]
-                for context in contexts:
-                    stack.enter_context(context)
+                for each in contexts:
+                    stack.enter_context(each)
                 output = self.call.forward(*args, **kwargs)
         except _Enough:
             output = None
@@ -290,7 +290,7 @@ class Region:
         if capture.unlike and (self.kept or self.samples is None or not self.samples.agree(leaves)):
             raise differs(OTHER_VALUES)  # and where all agree, it was memory without a value
         self.call.needed = max(self.asked, self.call.needed or 0)
-        self.call.again = self.call.again[0] + 1, self.call.again[1] + around.now() - began
+        self.call.again = self.call.again[0] + 1, self.call.again[1] + context.now() - began
         return leaves
 
     def end(self) -> None:
@@ -305,8 +305,8 @@ class Region:
 class _Capture:
     """Fills the slots of a region with what its recomputation saves."""
 
-    def __init__(self, region: Region, around: Surroundings, whole: bool) -> None:
-        self._region, self._around, self._whole, self._count = region, around, whole, 0
+    def __init__(self, region: Region, context: RecomputeContext, whole: bool) -> None:
+        self._region, self._context, self._whole, self._count = region, context, whole, 0
         self.waiting, self.unlike = region.waiting, False
 
     def hooks(self) -> saved_tensors_hooks:
@@ -327,7 +327,7 @@ class _Capture:
                 f"a tensor of shape {tuple(slot.shape)} and {slot.dtype} is of shape {tuple(tensor.shape)} and "
                 f"{tensor.dtype} the second time"
             )
-        slot.held = self._around.hold(tensor)
+        slot.held = self._context.hold(tensor)
         self.waiting -= 1
         self.unlike = self.unlike or not (slot.sample is None or agrees(tensor, slot.sample))
         if not (self.waiting or self._whole or self.unlike):
@@ -348,7 +348,7 @@ class BlockSegment:
     """Regions that are computed again together, from the input of the first.
 
     Args:
-        around: the engine.
+        context: of the recomputation.
         weights: the storages of weights.
         count: told of each region that is computed again.
 
@@ -360,8 +360,8 @@ class BlockSegment:
     graph: object = None  # of the whole forward, which lives as long as a part of it
     waits: Callable[[Region], None] | None = None  # told of regions that may be dropped
 
-    def __init__(self, around: Surroundings, weights: set[int], count: Callable[[], None]) -> None:
-        self._around, self._weights, self._count = around, weights, count
+    def __init__(self, context: RecomputeContext, weights: set[int], count: Callable[[], None]) -> None:
+        self._context, self._weights, self._count = context, weights, count
         self._regions: list[Region] = []
         self._made: dict[int, tuple[ReferenceType[Tensor], int, int, int]] = {}
         finalize(self, _drop, self._regions).atexit = False
@@ -383,8 +383,8 @@ class BlockSegment:
             else:
                 arguments.append(leaf)
         region = Region(call, arguments, spec, replay, hooks)
-        if self._around.exact:
-            region.samples = ForwardSamples(call.forwards, is_accelerator(self._around.device))
+        if self._context.exact:
+            region.samples = ForwardSamples(call.forwards, is_accelerator(self._context.device))
         call.forwards += 1
         self._regions.append(region)
         return region
@@ -424,8 +424,8 @@ class BlockSegment:
         for region, needed in zip(self._regions, asked, strict=True):
             made.append([])
             if needed:
-                with self._around.gathered(region.call.unit):
-                    made[-1] = region.compute(self._around, lambda r, leaf: made[r][leaf], region.linked)
+                with self._context.gathered(region.call.unit):
+                    made[-1] = region.compute(self._context, lambda r, leaf: made[r][leaf], region.linked)
                 self._count()
 
     def filled(self) -> None:
@@ -438,7 +438,7 @@ class BlockSegment:
     def _keep(self, tensor: Tensor, hooks: Hooks | None) -> _KeptBack:
         """Keep an argument of a block; masks, positions and weights are held by others, too."""
         held = not tensor.requires_grad or place_of(tensor) in self._weights
-        return keep_input(tensor, hooks, self._around, places=not held)
+        return keep_input(tensor, hooks, self._context, places=not held)
 
     def _linked(self, tensor: Tensor) -> _Linked | None:
         found = self._made.get(id(tensor))

@@ -27,7 +27,7 @@ from zeroshard.saved.codes import sparse
 from zeroshard.saved.codes.bits import pack_bits, unpack_bits
 from zeroshard.saved.codes.lossy import Lossy
 from zeroshard.saved.codes.sparse import SparseRows
-from zeroshard.saved.regions import SMALLEST, extent_of
+from zeroshard.saved.storages import SMALLEST, extent_of
 
 LOSSY_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TRIED = 4096  # elements among which the other one of two values is looked for

@@ -34,9 +34,9 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from zeroshard.recompute.recomputation import is_compiled, recomputed_by_others
 from zeroshard.saved.codes.bits import pack_bits, pack_halves, unpack_bits, unpack_halves
 from zeroshard.saved.compression import CompressedStore
+from zeroshard.saved.torch_checkpoint import is_compiled, recomputed_by_others
 from zeroshard.units.hooks import Hook, outside
 
 POSITIONS = 16  # elements of a window that 4 bits tell apart

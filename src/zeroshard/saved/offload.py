@@ -3,7 +3,7 @@
 vDNN (Rhu et al., 1602.08124, section 3) moves the input of each layer; here it is each saved tensor, as in
 `torch.autograd.graph.saved_tensors_hooks`, and several copies are under way at a time.
 
-A copy moves a region (`regions`).
+A copy moves a region (`storages`).
 
 [Note: changed in place] With hooks torch does not check whether a saved tensor was changed before the backward. So the
 version is recorded, and compared when the copy has been made, or when the tensor is read if it never left. As with
@@ -28,8 +28,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from zeroshard.memory import HostMemory
 from zeroshard.memory.ledger import Category, Ledger
 from zeroshard.memory.transfers import Task, Transfers
-from zeroshard.saved.on_device import changed_in_place
-from zeroshard.saved.regions import SMALLEST, extent_of
+from zeroshard.saved.kept import changed_in_place
+from zeroshard.saved.storages import SMALLEST, extent_of
 from zeroshard.traffic import Purpose
 
 PATIENCE = 4  # times the window: requests for others after which an unused copy on the device is dropped

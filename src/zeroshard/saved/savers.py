@@ -1,19 +1,56 @@
-"""Savers in a list: the first that takes a tensor saved for backward has it, and the rest are kept where they are.
+"""Savers: how tensors that autograd saves for the backward are kept, moved or compressed.
 
-[Note: views] Two saved tensors are the same view if storage, offset, shape, stride, dtype and version are equal; only
-then does one stored copy serve both, since transposed views of the same bytes would give other values. The weak
-reference to the storage keeps its address from being given out again.
+They stand in a list: the first saver that takes a tensor has it, and tensors that none takes stay on the device.
 """
 
-from collections.abc import Sequence
-from typing import Any
-from weakref import WeakValueDictionary
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch import nn
 
-from zeroshard.parts.saver import Saver
-from zeroshard.saved.on_device import Keep, Kept
+from zeroshard.memory import HostMemory
+from zeroshard.memory.ledger import Ledger
+from zeroshard.memory.transfers import Transfers
+from zeroshard.saved.codes.lossy import lossy_of
+from zeroshard.saved.compression import Allowed, CompressedStore
+from zeroshard.saved.gist import GistMode, enter_forwards
+from zeroshard.saved.kept import Kept
+from zeroshard.saved.offload import ActivationStore
+from zeroshard.saved.storages import SMALLEST
+
+LOSSLESS = ("binarize", "sparse", "inplace")  # names of `compress` that keep all bits
+
+
+class Saver(Protocol):
+    """Takes in saved tensors and gives them back: keeps, moves or compresses them.
+
+    Several stand in a list, and the first that takes a tensor has it. Tensors that are the same view of the same values
+    are stored and counted once.
+
+    Attributes:
+        moves: whether it need be asked at all; one that keeps everything need not.
+        how: what it does with tensors.
+        varies: whether bytes on the device depend on the values of tensors.
+    """
+
+    moves: bool
+    how: str
+    varies: bool
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """Take in a tensor; returns the handle that `unpack` takes, or None to leave the tensor to the next saver.
+
+        With a `Kept` one the tensor stays where it is, whatever the next savers would do. A saver enters on the ledger
+        what it holds on the device, but for those, which the engine counts.
+        """
+
+    def unpack(self, saved: Any) -> torch.Tensor:
+        """The tensor again, on its device; of a handle that this saver returned."""
+
+    def settle(self) -> None:
+        """A step ends: wait for copies under way, and drop prefetched tensors that no backward read."""
 
 
 class Savers:
@@ -29,7 +66,7 @@ class Savers:
     """
 
     def __init__(self, savers: Sequence[Saver]) -> None:
-        self._savers, self._keep = savers, Keep()
+        self._savers = savers
         self.asked: Sequence[Saver] = savers
         self.choices = [[saver] for saver in savers if saver.moves] + ([savers] if len(savers) > 1 else [])
         self.moves = any(saver.moves for saver in savers)
@@ -40,7 +77,7 @@ class Savers:
             handle = saver.pack(tensor)
             if handle is not None:
                 return handle if isinstance(handle, Kept) else _Packed(saver, handle)
-        return self._keep.pack(tensor)
+        return Kept(tensor)
 
     def ask_all(self) -> None:
         """Ask all savers from now on."""
@@ -50,40 +87,13 @@ class Savers:
         """The tensor again, on its device."""
         if isinstance(saved, _Packed):
             return saved.saver.unpack(saved.handle)
-        return self._keep.unpack(saved)
+        kept: Kept = saved
+        return kept.tensor()
 
     def settle(self) -> None:
         """A step ends: wait for copies under way, and drop prefetched tensors that no backward read."""
         for saver in self._savers:
             saver.settle()
-
-
-class ViewHandle:
-    """The handle of a stored view, which subclasses fill.
-
-    Attributes:
-        storage: of the view; holds its address, not its memory.
-    """
-
-    __slots__ = ("__weakref__", "storage")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.storage = StorageWeakRef(tensor.untyped_storage())
-
-
-class Views:
-    """The handles of saved tensors by their views ([Note: views]), for savers that store each view apart."""
-
-    def __init__(self) -> None:
-        self._handles: WeakValueDictionary[tuple[Any, ...], ViewHandle] = WeakValueDictionary()
-
-    def find(self, tensor: torch.Tensor) -> ViewHandle | None:
-        """The handle of the same view, if a graph has one."""
-        return self._handles.get(_view_of(tensor))
-
-    def enter(self, tensor: torch.Tensor, handle: ViewHandle) -> None:
-        """A view has been stored; it is known for as long as its handle lives."""
-        self._handles[_view_of(tensor)] = handle
 
 
 class _Packed:
@@ -95,6 +105,53 @@ class _Packed:
         self.saver, self.handle = saver, handle
 
 
-def _view_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    place = tensor.untyped_storage()._cdata, tensor.storage_offset()
-    return *place, tensor.shape, tensor.stride(), tensor.dtype, tensor._version
+class HostTier(Protocol):
+    """Host memory and the link to it."""
+
+    @property
+    def host(self) -> HostMemory:
+        """The memory."""
+
+    @property
+    def link(self) -> Transfers:
+        """Copies between the device and it."""
+
+
+@dataclass(frozen=True)
+class SavingPlan:
+    """What a plan asks of savers.
+
+    Attributes:
+        compress: names of codes.
+        tier: where activations go that are offloaded, if any are.
+        window: copies to the host under way at a time.
+        key: of random numbers, for the step under way.
+    """
+
+    compress: tuple[str, ...]
+    tier: HostTier | None
+    window: int
+    key: Callable[[], int]
+
+
+def savers_of(plan: SavingPlan, model: nn.Module, ledger: Ledger) -> Savers:
+    """The savers that a plan asks for, compression before offload; what none of them takes stays on the device.
+
+    Args:
+        model: whose forwards save the tensors.
+        ledger: counts what savers hold.
+    """
+    savers: list[Saver] = []
+    if plan.compress:
+        savers.append(_compression(plan.compress, plan.key, model, ledger))
+    if plan.tier is not None:
+        savers.append(ActivationStore(plan.tier.link, plan.tier.host, ledger, window=plan.window))
+    return Savers(savers)
+
+
+def _compression(names: tuple[str, ...], key: Callable[[], int], model: nn.Module, ledger: Ledger) -> CompressedStore:
+    lossy = next((lossy_of(name, key) for name in names if name not in LOSSLESS), None)
+    store = CompressedStore(Allowed("binarize" in names, "sparse" in names, lossy), ledger)
+    if lossy is not None or "binarize" in names:
+        enter_forwards(model, GistMode(store, "binarize" in names, SMALLEST), "inplace" in names)
+    return store

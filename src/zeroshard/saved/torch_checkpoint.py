@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from zeroshard.saved.counted import Stored
-from zeroshard.saved.on_device import Kept
+from zeroshard.saved.kept import Kept, Stored
 from zeroshard.units.tensors import tensors_in
 
 checkpoints: Any = torch.utils.checkpoint
+CHECKPOINTS: str = checkpoints.__file__
 
 
 class HooksOfForward(saved_tensors_hooks):
@@ -77,3 +77,20 @@ def _keywords(recompute: Any) -> Any:
     """The keywords of the function that is computed again."""
     cells = dict(zip(recompute.__code__.co_freevars, recompute.__closure__ or (), strict=True))
     return cells["kwargs"].cell_contents if "kwargs" in cells else None
+
+
+def recomputed_by_others(in_backward: bool = True) -> bool:
+    """Whether the model itself recomputes what runs now, or it is compiled; or a backward runs, if `in_backward`."""
+    if (in_backward and torch._C._current_graph_task_id() != -1) or torch.compiler.is_compiling():
+        return True
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__code__", _NOT_TORCH).co_filename == CHECKPOINTS
+
+
+_NOT_TORCH = recomputed_by_others.__code__
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module's forward is compiled or scripted."""
+    graph = module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
+    return graph or isinstance(module, torch.jit.ScriptModule)

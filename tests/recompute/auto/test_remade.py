@@ -22,7 +22,7 @@ from zeroshard.recompute.auto import decision as chain_decision
 from zeroshard.recompute.auto import remade
 from zeroshard.recompute.auto.meter import BlockMeasures
 from zeroshard.recompute.auto.remade import Recipe, costs_of, next_number
-from zeroshard.saved.on_device import Kept
+from zeroshard.saved.kept import Kept
 from zeroshard.train.gpt import GPT, GPTConfig
 
 FORWARDS = (1, 1, 1)

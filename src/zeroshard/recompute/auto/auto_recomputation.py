@@ -40,7 +40,7 @@ from zeroshard.recompute.auto.nested import NestedSegment
 from zeroshard.recompute.auto.rotor import ChainItem, PassedBlocks, SavedBlock
 from zeroshard.recompute.auto.saved_watch import SavedWatch
 from zeroshard.recompute.auto.stored import Clocks, StoredCosts, measured
-from zeroshard.recompute.context import Surroundings
+from zeroshard.recompute.context import RecomputeContext
 from zeroshard.recompute.operations import Treatment
 from zeroshard.recompute.recomputation import BlockForward, Recomputation
 from zeroshard.recompute.segments import BlockSegment, Call, Region
@@ -92,7 +92,7 @@ class AutoRecomputation(Recomputation):
     """Decides for each block whether it is kept, computed again, or keeps the results of some operations.
 
     Args:
-        model, blocks, around, save_sums: as for `Recomputation`.
+        model, blocks, context, save_sums: as for `Recomputation`.
         budget: of the device.
         rules: what may be done.
 
@@ -105,7 +105,7 @@ class AutoRecomputation(Recomputation):
         self,
         model: nn.Module,
         blocks: Sequence[tuple[nn.Module, int]],
-        around: Surroundings,
+        context: RecomputeContext,
         budget: ActivationBudget,
         rules: Rules,
         save_sums: bool = True,
@@ -113,7 +113,7 @@ class AutoRecomputation(Recomputation):
         names = {module: name for name, module in model.named_modules()}
         self._names = {module: names.get(module, "") for module, _ in blocks}
         self._numbers = {module: number for number, (module, _) in enumerate(blocks)}
-        super().__init__(model, blocks, lambda count: [1] * count, around, self._operations_of, save_sums)
+        super().__init__(model, blocks, lambda count: [1] * count, context, self._operations_of, save_sums)
         forwards = ((self._names[module], module.forward) for module, _ in blocks)
         self._calls = {name: forward.call for name, forward in forwards if isinstance(forward, BlockForward)}
         self._budget, self._rules = budget, rules
@@ -130,7 +130,7 @@ class AutoRecomputation(Recomputation):
 
         So does what comes between and after blocks; the backward reads what comes last at once.
         """
-        saver, apart = self._around.saver, block.left_alone and not self._inside
+        saver, apart = self._context.saver, block.left_alone and not self._inside
         before = saver.asked
         if apart:
             saver.ask_all()
@@ -201,7 +201,7 @@ class AutoRecomputation(Recomputation):
 
     def _end(self, *given: Any) -> None:
         found, self._pass = self._pass, None
-        self._around.saver.ask_all()
+        self._context.saver.ask_all()
         super()._end(*given)
         if found is not None and found.measures is not None:
             self._budget.copied = max(self._budget.copied, found.copied)
@@ -230,7 +230,7 @@ class AutoRecomputation(Recomputation):
             self._grown[key] = grown
 
     def _next_segment(self, module: nn.Module, arguments: Any) -> BlockSegment | None:
-        number, self._around.saver.asked = self._called, ()
+        number, self._context.saver.asked = self._called, ()
         if number == 0 or self._pass is None:
             self._pass = self._enter(module, arguments)
         self._called += 1
@@ -265,8 +265,8 @@ class AutoRecomputation(Recomputation):
         if number not in decided.by_block or not getattr(module.forward, "known", True):
             return False
         needed = decided.decision.needs.get(number, 0) - found.room
-        if needed + self._budget.activations > 0 and self._around.saver.moves:
-            self._around.saver.settle()  # copies to the host give their room
+        if needed + self._budget.activations > 0 and self._context.saver.moves:
+            self._context.saver.settle()  # copies to the host give their room
         short = needed + self._budget.activations
         if short <= 0 or not self._waiting.drops:
             return True
@@ -280,13 +280,13 @@ class AutoRecomputation(Recomputation):
             self._segment = None
             if item is not None and item.way is None:
                 droppable = self._pass is not None and self._may_drop(self._pass, decision, number)
-                return KeptSegment(self._around, self._weights, self._count) if droppable else None
+                return KeptSegment(self._context, self._weights, self._count) if droppable else None
             part = part_of(item)
             if part is not None and part.by is not None and not self._waiting.drops:
                 self._ask(part)
                 return None
             keeps = part is not None and part.first is not None
-            return (KeptSegment if keeps else BlockSegment)(self._around, self._weights, self._count)
+            return (KeptSegment if keeps else BlockSegment)(self._context, self._weights, self._count)
         if number == item.first or self._segment is None:
             self._segment = self._passed_segment(item, number)
         return self._segment
@@ -306,7 +306,7 @@ class AutoRecomputation(Recomputation):
 
     def _passed_segment(self, item: PassedBlocks, number: int) -> BlockSegment:
         if item.first == item.last or number != item.first:
-            return BlockSegment(self._around, self._weights, self._count)
+            return BlockSegment(self._context, self._weights, self._count)
         again = tuple(moved(each, -item.first) for each in item.again)
         assert self._pass is not None and self._pass.decision is not None
         blocks = self._pass.decision.measures.blocks[item.first : item.last + 1]
@@ -314,18 +314,18 @@ class AutoRecomputation(Recomputation):
         def order(segment: NestedSegment) -> tuple[ChainItem, ...]:  # fewer blocks may have run than were measured
             return again if len(segment) == len(blocks) else self._order_of(blocks[: len(segment)])
 
-        return NestedSegment(self._around, self._weights, self._count, order)
+        return NestedSegment(self._context, self._weights, self._count, order)
 
     def _measured_segment(self) -> BlockSegment:
         """A segment whose backward is decided when it begins."""
         if self._rules.alone:
-            segment: BlockSegment = BlockSegment(self._around, self._weights, self._count)
+            segment: BlockSegment = BlockSegment(self._context, self._weights, self._count)
         else:
             measures = self._pass.measures if self._pass is not None else None
             assert measures is not None
             first = len(measures.blocks)
             segment = NestedSegment(
-                self._around,
+                self._context,
                 self._weights,
                 self._count,
                 lambda s: self._order_of(measures.blocks[first : first + len(s)]),
@@ -345,7 +345,7 @@ class AutoRecomputation(Recomputation):
 
     def _enter(self, module: nn.Module, arguments: Any) -> _Pass:
         self._first = module
-        self._weights = self._around.places()
+        self._weights = self._context.places()
         shapes = [(tuple(leaf.shape), str(leaf.dtype)) for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
         key = (self._numbers[module], *(tuple(shapes) if self._budget.by_shape else ()))
         decision, others = self.decided.get(key), len(self._waiting)
@@ -382,7 +382,7 @@ class AutoRecomputation(Recomputation):
     def _ask(self, part: KeptPart) -> None:
         """Have savers store what the block saves that is about to run, if that is its choice."""
         if part.by is not None:
-            self._around.saver.asked = self._around.saver.choices[part.by.number]
+            self._context.saver.asked = self._context.saver.choices[part.by.number]
 
     def _compute(self, region: Region, arguments: Any, hooks: Any, watching: Any = None) -> Any:
         found = self._pass
@@ -411,16 +411,16 @@ class AutoRecomputation(Recomputation):
 
     def _stored(self, tensors: list[Tensor], known: set[int]) -> tuple[StoredCosts | None, ...]:
         """What it takes to store what a block saves, by the choices of the plan's savers; None where room is short."""
-        savers, budget = self._around.saver, self._budget
-        by = Clocks(self._around.now, self._ready, lambda: budget.activations, known)
+        savers, budget = self._context.saver, self._budget
+        by = Clocks(self._context.now, self._ready, lambda: budget.activations, known)
         largest = max((tensor.untyped_storage().nbytes() for tensor in tensors), default=0)
         room = 2 * largest <= budget.left  # what is stored of it, and what is read
         return tuple(measured(savers, n, tensors, by) if room else None for n in range(len(savers.choices)))
 
     def _ready(self) -> float:
         """Seconds of the clock when the device has done all."""
-        accelerator.synchronize(self._around.device)
-        return self._around.now()
+        accelerator.synchronize(self._context.device)
+        return self._context.now()
 
     def _block_ended(self, left_alone: bool) -> None:
         found = self._pass
@@ -456,7 +456,7 @@ class AutoRecomputation(Recomputation):
 
     def _is_new(self, tensor: Tensor, known: set[int]) -> bool:
         """Whether a tensor takes bytes that are neither `known` nor scratch or the model's own buffers."""
-        return place_of(tensor) not in {*known, -1} and not self._around.ledger.is_entered(tensor)
+        return place_of(tensor) not in {*known, -1} and not self._context.ledger.is_entered(tensor)
 
 
 def moved(item: ChainItem, by: int) -> ChainItem:

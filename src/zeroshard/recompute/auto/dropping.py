@@ -85,7 +85,7 @@ class KeptSegment(BlockSegment):
         keeps = (part is None or number >= part.first) and not region.dropped
         if keeps and isinstance(slot, SavedSlot) and region.hooks is not None:
             recipe = part.recipe(number) if part is not None and part.remade else None
-            slot.held = None if recipe is None else remade(tensor, recipe, slot, self._around, region.call)
+            slot.held = None if recipe is None else remade(tensor, recipe, slot, self._context, region.call)
             try:
                 slot.held = slot.held or _Packed(region.hooks[0](tensor), region.hooks[1])
             except BudgetExceeded:

@@ -8,9 +8,9 @@ for. What is asked for decides what is computed: backwards in any order find the
 from collections.abc import Callable
 
 from zeroshard.recompute.auto.rotor import ChainItem, PassedBlocks, SavedBlock
-from zeroshard.recompute.context import Surroundings
+from zeroshard.recompute.context import RecomputeContext
 from zeroshard.recompute.segments import BlockSegment
-from zeroshard.saved.on_device import Kept
+from zeroshard.saved.kept import Kept
 
 Key = tuple[int, int]  # a region, and a leaf of its output
 
@@ -19,7 +19,7 @@ class NestedSegment(BlockSegment):
     """Regions that are computed again in a given order.
 
     Args:
-        around, weights, count: as for `BlockSegment`.
+        context, weights, count: as for `BlockSegment`.
         order: called when the first slot is asked for, with the segment; gives the order of its regions, by number.
     """
 
@@ -27,12 +27,12 @@ class NestedSegment(BlockSegment):
 
     def __init__(
         self,
-        around: Surroundings,
+        context: RecomputeContext,
         weights: set[int],
         count: Callable[[], None],
         order: "Callable[[NestedSegment], tuple[ChainItem, ...]]",
     ) -> None:
-        super().__init__(around, weights, count)
+        super().__init__(context, weights, count)
         self._order = order
         self._passed: list[PassedBlocks] = []  # stretches whose input is there, the whole segment first
         self._inputs: dict[int, dict[Key, Kept]] = {}  # what stretches take from before them, by their first region
@@ -72,10 +72,10 @@ class NestedSegment(BlockSegment):
         needed = self._links(number + 1, last)
         whole = any(key[0] == number for key in needed)
         if whole or (fill and region.waiting):
-            with self._around.gathered(region.call.unit):
-                leaves = region.compute(self._around, lambda r, leaf: made[r, leaf].tensor(), whole, fill)
+            with self._context.gathered(region.call.unit):
+                leaves = region.compute(self._context, lambda r, leaf: made[r, leaf].tensor(), whole, fill)
             self._count()
-            made |= {(r, leaf): self._around.hold(leaves[leaf]) for r, leaf in needed if r == number}
+            made |= {(r, leaf): self._context.hold(leaves[leaf]) for r, leaf in needed if r == number}
         for key in made.keys() - needed:
             del made[key]
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from zeroshard.recompute.context import Surroundings
+from zeroshard.recompute.context import RecomputeContext
 from zeroshard.units.hooks import place_of
 
 VIEWS = ("View", "UnsafeView", "ReshapeAlias", "Transpose", "T", "Permute", "Expand", "Alias", "Squeeze", "Unsqueeze")
@@ -156,20 +156,20 @@ class Remade:
         tensor: that is let go.
         recipe: how it is made.
         slot: gets it then.
-        around: holds it on the device until its backward is over.
+        context: holds it on the device until its backward is over.
         block: told of the seconds.
     """
 
     def __init__(
-        self, tensor: Tensor, recipe: Recipe, slot: RemadeSlot, around: Surroundings, block: TimedBlock
+        self, tensor: Tensor, recipe: Recipe, slot: RemadeSlot, context: RecomputeContext, block: TimedBlock
     ) -> None:
         self._node, self._recipe, self._slot = node_of(tensor), recipe, ref(slot)
-        self._around, self._block = around, block
+        self._context, self._block = context, block
         self._layout, self._device = (tensor.size(), tensor.stride(), tensor.storage_offset()), tensor.device.type
 
     def tensor(self) -> Tensor:
         """The tensor again."""
-        slot, began = self._slot(), self._around.now()
+        slot, began = self._slot(), self._context.now()
         try:
             made = _make(self._recipe.rule, Inputs(self._node, False), self._recipe.epsilon, self._device)
         except RuntimeError as error:
@@ -177,17 +177,19 @@ class Remade:
                 raise
             slot.held = None
             return slot.tensor()
-        kept = self._around.hold(made.as_strided(*self._layout))
-        self._block.made += self._around.now() - began
+        kept = self._context.hold(made.as_strided(*self._layout))
+        self._block.made += self._context.now() - began
         if slot is not None:
             slot.held = kept
         return kept.tensor()
 
 
-def remade(tensor: Tensor, recipe: Recipe, slot: RemadeSlot, around: Surroundings, block: TimedBlock) -> Remade | None:
+def remade(
+    tensor: Tensor, recipe: Recipe, slot: RemadeSlot, context: RecomputeContext, block: TimedBlock
+) -> Remade | None:
     """What stands for a tensor that is let go; None if its node is of another kind than the recipe's."""
     node = node_of(tensor)
-    return Remade(tensor, recipe, slot, around, block) if node is not None and kind_of(node) == recipe.rule else None
+    return Remade(tensor, recipe, slot, context, block) if node is not None and kind_of(node) == recipe.rule else None
 
 
 def costs_of(

@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 from zeroshard.recompute.auto.meter import BlockMeter
 from zeroshard.recompute.auto.remade import NotSaved, RemadeCosts, costs_of, epsilons_of, next_number
 from zeroshard.recompute.segments import Hooks, Region, SavedSlot, read
-from zeroshard.saved.on_device import Kept
+from zeroshard.saved.kept import Kept
 from zeroshard.units.hooks import place_of
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from zeroshard.errors import BudgetExceeded
-from zeroshard.saved.on_device import Kept
+from zeroshard.saved.kept import Kept
 from zeroshard.saved.savers import Savers
 from zeroshard.units.hooks import place_of
 

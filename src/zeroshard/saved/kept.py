@@ -1,10 +1,11 @@
-"""Saved tensors that stay on the device, as autograd keeps them; also those that other savers do not take."""
+"""Saved tensors that stay on the device, in the ledger for as long as a graph holds them."""
 
 from typing import Any
 
 import torch
 
 from zeroshard.errors import OffloadError
+from zeroshard.memory.ledger import SavedStorages
 
 
 class Kept:
@@ -27,28 +28,29 @@ class Kept:
         return self.saved
 
 
-class Keep:
-    """Keeps every saved tensor where it is.
+class Stored:
+    """A saved tensor that hooks have taken in: the tensor itself, or the handle of the saver that has it."""
 
-    Attributes:
-        moves: whether it copies any tensor.
-        how: what it does with them.
-        varies: whether bytes on the device depend on values.
-    """
+    __slots__ = ("__weakref__", "saved")
 
-    moves, how, varies = False, "kept", False
+    def __init__(self, saved: Any) -> None:
+        self.saved = saved
 
-    def pack(self, tensor: torch.Tensor) -> Any:
-        """The tensor, as it is now."""
-        return Kept(tensor)
 
-    def unpack(self, saved: Any) -> torch.Tensor:
-        """The tensor again."""
-        assert isinstance(saved, Kept)
-        return saved.tensor()
+class CountedTensor(Stored):
+    """One on the device, counted for as long as the graph holds it."""
 
-    def settle(self) -> None:
-        """Do nothing: no copies are under way."""
+    __slots__ = ("counts", "storage")
+
+    def __init__(self, tensor: torch.Tensor, saved: Any, counts: SavedStorages) -> None:
+        self.saved, self.storage = saved, tensor.untyped_storage()
+        self.counts: SavedStorages | None = None
+        counts.change(self.storage, 1)
+        self.counts = counts  # unless the budget has refused it
+
+    def __del__(self) -> None:
+        if self.counts is not None:
+            self.counts.change(self.storage, -1)
 
 
 def changed_in_place(shape: torch.Size, dtype: torch.dtype) -> OffloadError:

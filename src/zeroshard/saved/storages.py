@@ -1,4 +1,4 @@
-"""Regions of storages: what is stored once for all the saved tensors that lie in it.
+"""Saved tensors that share storage, which is stored once: in regions of a storage, or view by view.
 
 [Note: regions] A region is bytes of one storage, from a multiple of 64 on, so that a tensor is aligned as it was. All
 tensors in a region share what is stored of it, whatever their shape and stride, and each comes back with its own:
@@ -8,11 +8,18 @@ version; a weak reference to the storage keeps its address from being given out 
 [Note: parts of a storage] A tensor with gaps, or a small part of a large storage, is stored with its whole storage,
 which the graph would hold for it anyway: q, k and v that were cut out of one product are stored once. Where the storage
 is no result of the graph (a column of the data, say) such a part stays where it is.
+
+[Note: views] Two saved tensors are the same view if storage, offset, shape, stride, dtype and version are equal; only
+then does one stored copy serve both, since transposed views of the same bytes would give other values. The weak
+reference to the storage keeps its address from being given out again.
 """
 
 import math
+from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 ALIGNED = 64  # bytes; no kernel depends on a larger alignment
@@ -35,3 +42,36 @@ def extent_of(tensor: torch.Tensor, smallest: int) -> tuple[int, int] | None:
             return None
         first, last = 0, held - held % size
     return (first - first % ALIGNED, last) if last <= held and last - first >= smallest else None
+
+
+class ViewHandle:
+    """The handle of a stored view, which subclasses fill.
+
+    Attributes:
+        storage: of the view; holds its address, not its memory.
+    """
+
+    __slots__ = ("__weakref__", "storage")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.storage = StorageWeakRef(tensor.untyped_storage())
+
+
+class Views:
+    """The handles of saved tensors by their views ([Note: views]), for savers that store each view apart."""
+
+    def __init__(self) -> None:
+        self._handles: WeakValueDictionary[tuple[Any, ...], ViewHandle] = WeakValueDictionary()
+
+    def find(self, tensor: torch.Tensor) -> ViewHandle | None:
+        """The handle of the same view, if a graph has one."""
+        return self._handles.get(_view_of(tensor))
+
+    def enter(self, tensor: torch.Tensor, handle: ViewHandle) -> None:
+        """A view has been stored; it is known for as long as its handle lives."""
+        self._handles[_view_of(tensor)] = handle
+
+
+def _view_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    place = tensor.untyped_storage()._cdata, tensor.storage_offset()
+    return *place, tensor.shape, tensor.stride(), tensor.dtype, tensor._version
