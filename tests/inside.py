@@ -10,8 +10,8 @@ from zeroshard.memory.ledger import Arena
 from zeroshard.optim.spans import SpanOptimizer
 from zeroshard.parts.axes import Axes
 from zeroshard.parts.gradients import Gradients
-from zeroshard.parts.saver import Saver
 from zeroshard.parts.tables import Parts
+from zeroshard.saved.savers import Saver
 from zeroshard.step.late_updates import LateUpdates
 
 

@@ -22,7 +22,7 @@ from zeroshard.errors import BudgetExceeded, OffloadError
 from zeroshard.memory import HostMemory, in_pages
 from zeroshard.memory.ledger import Category
 from zeroshard.memory.transfers import Eager, Latest, Shuffled, Task, TaskRunner
-from zeroshard.saved.counted import CountedTensor
+from zeroshard.saved.kept import CountedTensor
 from zeroshard.traffic import Purpose
 
 Tensors = list[torch.Tensor]
