@@ -12,7 +12,7 @@ from pool import Pool
 from torch import nn
 
 import zeroshard as zs
-from zeroshard.offload.host_tiers import units_on_host
+from zeroshard.offload.tiers import units_on_host
 from zeroshard.offload.updaters import HostUpdater
 from zeroshard.units import find_units
 

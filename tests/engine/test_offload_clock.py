@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import zeroshard as zs
 from zeroshard.memory.transfers import Modelled, Task
-from zeroshard.offload.host_updates import HostUpdates
+from zeroshard.offload.updates import HostUpdates
 from zeroshard.platform import real
 from zeroshard.platform.rehearsed import Clock
 from zeroshard.traffic import UPDATE, Purpose

@@ -14,10 +14,10 @@ from zeroshard.engine.room_checks import RoomChecks
 from zeroshard.errors import PlanError
 from zeroshard.memory.ledger import Arena, Category, Ledger
 from zeroshard.offload.host_sum import HostSum
-from zeroshard.offload.host_tiers import HostTiers, agreed_on_host
-from zeroshard.offload.host_updates import HostUpdates
 from zeroshard.offload.slices import HostSlice
+from zeroshard.offload.tiers import HostTiers, agreed_on_host
 from zeroshard.offload.updaters import HostAdam, HostScratch, HostUpdater
+from zeroshard.offload.updates import HostUpdates
 from zeroshard.optim import SpanOptimizer, Steps, deal_out, layout_of, spans_of
 from zeroshard.optim.updater import DeviceUpdater, MasterUpdater, Untrained
 from zeroshard.parts.axes import Axes

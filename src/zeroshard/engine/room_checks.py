@@ -8,7 +8,7 @@ from torch import nn
 from zeroshard.comm.mesh import Mesh
 from zeroshard.errors import BudgetExceeded
 from zeroshard.memory.ledger import Ledger
-from zeroshard.offload.host_tiers import HostTiers
+from zeroshard.offload.tiers import HostTiers
 from zeroshard.optim import StateLayout
 from zeroshard.pipeline.stage import Stage
 from zeroshard.pipeline.whole import WholeModel

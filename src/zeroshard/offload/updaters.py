@@ -11,8 +11,8 @@ from zeroshard.errors import OptimizerError
 from zeroshard.memory import HostMemory
 from zeroshard.memory.ledger import Arena, Category
 from zeroshard.offload.host_sum import HostSum
-from zeroshard.offload.host_updates import HostUpdate, HostUpdates, Speculation
 from zeroshard.offload.slices import MOMENTS, HostSlice, Pages, SlicePiece, expanded, gaps
+from zeroshard.offload.updates import HostUpdate, HostUpdates, Speculation
 from zeroshard.optim.host_adam import Scalars
 from zeroshard.optim.joined import Steps
 from zeroshard.optim.moments import Blockwise

@@ -2,7 +2,7 @@
 
 [Note: L2L] Layer-to-layer execution (Pudipeddi et al., 2002.05645): a slice of parameters stays below the device, and
 `zero.weights.Sliced` brings it for its unit's forward and backward, the next one beside them; so the device holds two
-units and the root, whatever the depth. `offload.host_updates` updates it where it is.
+units and the root, whatever the depth. `offload.updates` updates it where it is.
 """
 
 import warnings

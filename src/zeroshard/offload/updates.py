@@ -26,8 +26,8 @@ from zeroshard.memory import HostMemory
 from zeroshard.memory.ledger import Arena
 from zeroshard.memory.transfers import Task
 from zeroshard.offload.host_sum import HostSum
-from zeroshard.offload.host_tiers import HostTiers
 from zeroshard.offload.slices import SlicePiece
+from zeroshard.offload.tiers import HostTiers
 from zeroshard.optim.spans import SpanOptimizer
 from zeroshard.parts.weights import Weights, arrived, withhold
 from zeroshard.step.late_updates import LateUpdates, SpeculationCounts
