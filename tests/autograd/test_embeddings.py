@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import zeroshard as zs
 from zeroshard.autograd.gradient_slot import Lent
 from zeroshard.losses import linear_cross_entropy
-from zeroshard.zero.gradient_rooms import GradientRooms
+from zeroshard.zero.gradients import GradientRooms
 
 V, W, T = 900, 32, 12  # more elements than small parameters have
 

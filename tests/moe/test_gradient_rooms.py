@@ -17,7 +17,7 @@ from moe.routings import TopRouter
 from zeroshard.autograd.gradient_slot import Lent, offer_slot, slot_of
 from zeroshard.engine.backward import Backward
 from zeroshard.errors import PlanError
-from zeroshard.zero.gradient_rooms import GradientRooms
+from zeroshard.zero.gradients import GradientRooms
 
 WIDTH, E = 48, 8  # stacks of more elements than small parameters have
 

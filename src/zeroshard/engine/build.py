@@ -13,11 +13,9 @@ from zeroshard.comm.over_budget import begin_engine
 from zeroshard.engine.room_checks import RoomChecks
 from zeroshard.errors import PlanError
 from zeroshard.memory.ledger import Arena, Category, Ledger
-from zeroshard.offload.host_sum import HostSum
-from zeroshard.offload.slices import HostSlice
-from zeroshard.offload.tiers import HostTiers, agreed_on_host
+from zeroshard.offload.tiers import HostSlice, HostTiers, agreed_on_host
 from zeroshard.offload.updaters import HostAdam, HostScratch, HostUpdater
-from zeroshard.offload.updates import HostUpdates
+from zeroshard.offload.updates import HostSum, HostUpdates
 from zeroshard.optim import SpanOptimizer, Steps, deal_out, layout_of, spans_of
 from zeroshard.optim.updater import DeviceUpdater, MasterUpdater, Untrained
 from zeroshard.parts.axes import Axes
@@ -45,7 +43,7 @@ from zeroshard.validation.refused import raise_together
 from zeroshard.validation.whole_tensors import refuse_split
 from zeroshard.zero import Accumulation, BufferedGradients, ByChunk, ByPass, Gatherer, Residency
 from zeroshard.zero.arriving import Arrivals, Arriving
-from zeroshard.zero.gradient_buffer import GradientBuffer
+from zeroshard.zero.gradients import GradientBuffer
 from zeroshard.zero.reduce import AllReduce, Direct, OwnSlice, Scatter
 from zeroshard.zero.sums import BufferSum, DeviceSum
 from zeroshard.zero.weights import Keeper, Mapped, OnDevice, Sliced, Whole

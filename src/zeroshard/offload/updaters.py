@@ -10,9 +10,8 @@ import torch
 from zeroshard.errors import OptimizerError
 from zeroshard.memory import HostMemory
 from zeroshard.memory.ledger import Arena, Category
-from zeroshard.offload.host_sum import HostSum
-from zeroshard.offload.slices import MOMENTS, HostSlice, Pages, SlicePiece, expanded, gaps
-from zeroshard.offload.updates import HostUpdate, HostUpdates, Speculation
+from zeroshard.offload.tiers import MOMENTS, HostSlice, Pages, SlicePiece, expanded, gaps
+from zeroshard.offload.updates import HostSum, HostUpdate, HostUpdates, Speculation
 from zeroshard.optim.host_adam import Scalars
 from zeroshard.optim.joined import Steps
 from zeroshard.optim.moments import Blockwise

@@ -7,11 +7,19 @@ A rank that wants a unit off the list goes through the rest of the list first, s
 asks then; the others hear it when they begin their next pass, gather the unit with it, and have it on their lists from
 then on; the backward of that forward begins with such units in the reverse order. A unit that one rank alone wants off
 the list of a backward is an error: the others update by then.
+
+[Note: numbers of nodes] Autograd numbers the nodes of a graph as the forward makes them, and of those that are ready it
+runs the one with the highest number first; a node that accumulates a parameter's gradient comes before all others. So
+when a node runs that is older than the forward of a unit, nothing of that forward is left to run, and all gradients are
+there that it gives, whatever its parameters, its inputs and its place in the model. The nodes of a re-entrant backward
+have numbers of their own, which say nothing about the graph around it.
 """
 
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+
+import torch
 
 from zeroshard.comm.collectives import Comm, Purpose
 from zeroshard.errors import CommError
@@ -19,7 +27,6 @@ from zeroshard.parts.weights import Residence, Weights
 from zeroshard.schedule import Schedule, with_gathers
 from zeroshard.units import Unit
 from zeroshard.zero.gatherer import Gatherer, PassKind
-from zeroshard.zero.nodes import LATEST, PlaceInGraph, first_node
 
 AT_ONCE = 3  # units that are gathered at once: the root, the one that computes, and one more
 DETOUR, WORD = "unit", 32  # the first word of one who wants a unit off the list; characters of a rank's words
@@ -383,3 +390,32 @@ def _insert(units: list[int], number: int, backwards: bool) -> None:
 
 def _find(units: list[int], number: int, start: int) -> int | None:
     return next((place for place in range(start, len(units)) if units[place] == number), None)
+
+
+LATEST = 2**64 - 1  # the number of nodes that accumulate
+
+
+def first_node() -> int:
+    """The number of the first node of a forward that begins now in this thread.
+
+    Without gradients it may be that of a re-entrant recomputation, whose node is the last that was made.
+    """
+    number: int = torch._C._autograd._get_sequence_nr()
+    return number if torch.is_grad_enabled() else number - 1
+
+
+class PlaceInGraph:
+    """The place of one backward in its graph; made when it begins."""
+
+    def __init__(self) -> None:
+        self._task = torch._C._current_graph_task_id()
+        self._node = LATEST
+
+    @property
+    def node(self) -> int:
+        """The number of the node that runs; inside of a re-entrant backward, of the last seen of the one around it."""
+        if torch._C._current_graph_task_id() == self._task:
+            node = torch._C._current_autograd_node()
+            if node is not None:
+                self._node = node._sequence_nr()
+        return self._node

@@ -19,14 +19,16 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 import torch
+from torch import Tensor
 
+from zeroshard.autograd.gradient_slot import Lent, RowGradient
+from zeroshard.comm.collectives import Comm
 from zeroshard.errors import PlanError
+from zeroshard.memory.ledger import Arena, Category, Ledger
 from zeroshard.parts.gradients import GradientSum, Reduction
-from zeroshard.parts.planned import Planned, Wire, Work
+from zeroshard.parts.planned import Planned, Wire, Work, on_device
 from zeroshard.units import Flat
 from zeroshard.zero.grad_attribute import ShownGradients
-from zeroshard.zero.gradient_buffer import GradientBuffer
-from zeroshard.zero.gradient_rooms import GradientRooms
 
 LAYOUT = attrgetter("layout")
 
@@ -44,6 +46,136 @@ class Accumulation:
     wire_dtype: torch.dtype | None = None
     local: bool = False
     reduced: bool = False
+
+
+class GradientBuffer:
+    """A buffer [N*S], contiguous so that reductions send it as it is.
+
+    Args:
+        kept: hold it for good; else it comes from the arena with the first gradient and goes back when it was reduced.
+
+    Attributes:
+        dtype: of the gradients in it.
+        tensor: the buffer [N*S]; None while there is none.
+    """
+
+    def __init__(self, flat: Flat, comm: Comm, ledger: Ledger, arena: Arena, dtype: torch.dtype, kept: bool) -> None:
+        self._flat, self._comm, self._ledger, self._arena = flat, comm, ledger, arena
+        self.dtype, self.kept = dtype, kept
+        self.tensor: torch.Tensor | None = self._make() if kept else None
+        self._planned = on_device(flat.index, Category.GRADIENTS, dtype.itemsize)
+
+    def ready(self) -> torch.Tensor:
+        """The buffer [N*S], taken from the arena if there is none."""
+        if self.tensor is None:
+            label = f"gradients {self._flat.label}"
+            self.tensor = self._arena.take(self._flat.index.padded_numel, self.dtype, label)
+        return self.tensor
+
+    def drop(self) -> None:
+        """Hand it back, unless it is kept."""
+        if self.tensor is not None and not self.kept:
+            self._arena.give(self.tensor)
+            self.tensor = None
+
+    def widen(self) -> None:
+        """Convert the buffer to fp32, values included, and stay there."""
+        old, self.dtype = self.tensor, torch.float32
+        if old is None:
+            return
+        index, label = self._flat.index, f"gradients {self._flat.label}"
+        if self.kept:
+            self.tensor = self._make()
+            self._ledger.give(Category.GRADIENTS, old.nbytes, label, index.padding * old.itemsize)
+        else:
+            self.tensor = self._arena.take(index.padded_numel, torch.float32, label)
+            self._arena.give(old)
+        self.tensor.copy_(old)
+
+    def planned(self) -> Iterator[Planned]:
+        """Bytes of whole gradients, where they are kept, in the dtype of the start."""
+        if self.kept:
+            yield self._planned
+
+    def _make(self) -> torch.Tensor:
+        index = self._flat.index
+        nbytes, padding = (n * self.dtype.itemsize for n in (index.padded_numel, index.padding))
+        self._ledger.take(Category.GRADIENTS, nbytes, f"gradients {self._flat.label}", padding)
+        return self._comm.buffer(index.padded_numel, self.dtype)
+
+
+class GradientRooms:
+    """The gradient buffer of a flat, parameter by parameter.
+
+    Args:
+        total: shares memory with the buffer, perhaps.
+        reduction: sends what is in the buffer.
+    """
+
+    def __init__(self, flat: Flat, buffer: GradientBuffer, total: GradientSum, reduction: Reduction) -> None:
+        self._flat, self._buffer, self._sum, self._reduction = flat, buffer, total, reduction
+        self._lent: dict[int, int] = {}  # by number, the backward that has not handed the gradient over yet
+        self._rows: dict[int, list[RowGradient]] = {}  # by number, to be added to the gradient once it has come
+
+    def ready(self) -> Tensor:
+        """The gradient buffer, free to be written."""
+        self._reduction.finish()  # the caller finishes reductions of several flats in order
+        self._reduction.release()
+        buffer = self._buffer.ready()
+        self._sum.make_way()
+        return buffer
+
+    def begin(self) -> None:
+        """A backward begins; what an interrupted one had borrowed is free again."""
+        self._lent.clear()
+        self._rows.clear()
+
+    def lend(self, number: int, adds: bool) -> Lent | None:
+        """The room of parameter `number`; None while it is lent, or where the buffer has another dtype.
+
+        Args:
+            adds: whether there is an earlier gradient in it.
+        """
+        if self._buffer.dtype is not self._flat.dtype or number in self._lent:
+            return None
+        self._lent[number] = torch._C._current_graph_task_id()
+        return Lent(self._flat.view(self.ready(), number), adds)
+
+    def leave(self, number: int, rows: RowGradient) -> bool:
+        """Keep rows until the gradient has come that is made in this room; False where none is, by this backward."""
+        if self._lent.get(number) != torch._C._current_graph_task_id():
+            return False
+        self._rows.setdefault(number, []).append(rows)
+        return True
+
+    def complete(self, number: int, gradient: Tensor) -> None:
+        """Add the rows that were left to the gradient that has come."""
+        for rows in self._rows.pop(number, ()):
+            rows.add_to(gradient)
+
+    def holds(self, number: int) -> bool:
+        """Whether a gradient is made in this room that was not handed over."""
+        return number in self._lent
+
+    def take_back(self, number: int) -> bool:
+        """Whether the gradient that comes now contains what was made in its room; from then on it is not lent."""
+        if self._lent.get(number) != torch._C._current_graph_task_id():
+            return False
+        del self._lent[number]
+        return True
+
+    def refuse_lent(self) -> None:
+        """Refuse to send a gradient that a backward around this one is still making.
+
+        Raises:
+            PlanError: with the name of a parameter.
+        """
+        if self._lent:
+            name = self._flat.index.entries[next(iter(self._lent))].name
+            raise PlanError(
+                f"The gradient of '{name}' is made by two backwards, one inside of the other: its module is called "
+                f"both in a re-entrant recomputation and outside of it. Use checkpoint(use_reentrant=False)."
+            )
 
 
 class BufferedGradients:

@@ -9,7 +9,7 @@ from zeroshard.memory.ledger import Category, Ledger
 from zeroshard.parts.planned import Planned, Wire, Work, on_device
 from zeroshard.platform.transport import same_place
 from zeroshard.units import Flat, norm_of
-from zeroshard.zero.gradient_buffer import GradientBuffer
+from zeroshard.zero.gradients import GradientBuffer
 
 
 class BufferSum:
