@@ -10,9 +10,9 @@ from zeroshard.memory.ledger import Arena
 from zeroshard.optim.spans import SpanOptimizer
 from zeroshard.parts.axes import Axes
 from zeroshard.parts.gradients import Gradients
+from zeroshard.parts.part import LateUpdates
 from zeroshard.parts.tables import Parts
 from zeroshard.saved.savers import Saver
-from zeroshard.step.late_updates import LateUpdates
 
 
 def parts_of(engine: zs.Engine) -> Parts:

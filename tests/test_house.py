@@ -367,7 +367,7 @@ def test_the_table_of_floors_is_that_of_this_test() -> None:
     assert floors_table() in (SOURCE.parents[1] / "CONTRIBUTING.md").read_text()
 
 
-ENGINE_LINES, ENGINE_CONDITIONS = 6500, 75  # of the engine with its satellites, `step` and `parts`
+ENGINE_LINES, ENGINE_CONDITIONS = 6500, 70  # of the engine with its satellites, `step` and `parts`
 ATTRIBUTES, METHODS = 16, 12
 TECHNIQUES = (  # words of techniques, and of the attributes that hold their objects
     r"offload|host\b|disk|stage|pipeline|version|stash|tied|stream|shared|zero|precision|rehears|expert|context_|below"
@@ -408,7 +408,7 @@ def test_the_engine_is_small_and_seldom_asks_for_a_technique() -> None:
     assert len(found) <= ENGINE_CONDITIONS, "\n" + "\n".join(found)
 
 
-OUTSIDE_CONDITIONS = 160  # 65 % of the 246 that there were before the engine was made of parts
+OUTSIDE_CONDITIONS = 165  # 65 % of the 246 that there were before the engine was made of parts
 ROOMS_OF_TECHNIQUES = {  # where a technique may ask for itself; lists of actions are the pipeline's own
     *(
         "zero",

@@ -20,7 +20,7 @@ import zeroshard as zs
 from zeroshard.errors import BudgetExceeded, ModelError, NonFiniteError, OptimizerError, PlanError
 from zeroshard.moe import Losses, Router
 from zeroshard.saved.compression import CompressedStore
-from zeroshard.step.penalties import weighing
+from zeroshard.step.losses import weighing
 
 Log = list[tuple[str, Any]]
 DECAY = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda step: 1 / (1 + step))

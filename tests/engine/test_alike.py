@@ -11,7 +11,7 @@ from pool import Pool
 from torch import nn
 
 import zeroshard as zs
-from zeroshard.validation import alike
+from zeroshard.validation import ranks as alike
 
 WIDTH = 8
 

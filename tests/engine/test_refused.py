@@ -16,7 +16,7 @@ from torch import nn
 import zeroshard as zs
 from zeroshard.comm.mesh import Mesh
 from zeroshard.errors import BudgetExceeded
-from zeroshard.validation.refused import check_machine, is_refusal
+from zeroshard.validation.memory import check_machine, is_refusal
 
 MIB = 2**20
 ROOMS = (96, 200, 400, 700)  # MiB above what the process has

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import zeroshard as zs
 from zeroshard.moe.experts import ExpertModules, Experts
 from zeroshard.moe.routing import Routing
-from zeroshard.step.penalties import penalised, weighing
+from zeroshard.step.losses import penalised, weighing
 
 WIDTH, HIDDEN, EXPERTS, ROWS, POSITIONS, VOCABULARY = 8, 12, 6, 4, 5, 11
 KINDS = ("learned", "starved", "one", "by row")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard as zs
-from zeroshard.step.penalties import weighing
+from zeroshard.step.losses import weighing
 
 
 class Block(nn.Module):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import zeroshard as zs
 from zeroshard.errors import ModelError, PlanError
-from zeroshard.step.penalties import weighing
+from zeroshard.step.losses import weighing
 
 WIDTH, EXPERTS, STEPS = 6, 5, 3
 BUFFERS = ("rows", "total", "called")

@@ -13,7 +13,7 @@ from zeroshard.moe.balance import Losses
 from zeroshard.moe.gating import Gating
 from zeroshard.moe.layer import MoE
 from zeroshard.moe.router import Router
-from zeroshard.step.penalties import weighing
+from zeroshard.step.losses import weighing
 
 WIDTH, TOKENS, EXPERTS, STEPS = 6, 8, 5, 4
 BIASED = Gating(choices=2, score="sigmoid", normalise="before", bias_step=0.1, init="normal", init_scale=0.5)

@@ -14,7 +14,7 @@ import zeroshard as zs
 from zeroshard.moe.presets import router_of
 from zeroshard.moe.routing import Routing
 from zeroshard.precision.cast import Precision, keep_in_fp32
-from zeroshard.step.penalties import penalised
+from zeroshard.step.losses import penalised
 
 TOKENS, WIDTH, EXPERTS = 100, 16, 8
 

@@ -14,7 +14,7 @@ from torch import Tensor
 import zeroshard as zs
 from moe.mixed import EXPERTS, batch, build, take
 from zeroshard.errors import PlanError
-from zeroshard.step.penalties import weighing
+from zeroshard.step.losses import weighing
 
 STEPS = 3
 MODULES, STACKED = {"kind": "starved", "modules": True}, {"kind": "learned"}

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from zeroshard.access.writes import Writes
 from zeroshard.comm.collectives import Comm
 from zeroshard.errors import PlanError
-from zeroshard.parts.part import Part, Parts
+from zeroshard.parts.part import LateUpdates, Part, Parts
 from zeroshard.parts.place import Axis, Piece, Split
-from zeroshard.step.late_updates import LateUpdates
 from zeroshard.units.tensors import digest_of
 
 

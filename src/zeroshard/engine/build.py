@@ -10,7 +10,6 @@ from torch import nn
 
 from zeroshard.comm.collectives import Comm
 from zeroshard.comm.over_budget import begin_engine
-from zeroshard.engine.room_checks import RoomChecks
 from zeroshard.errors import PlanError
 from zeroshard.memory.ledger import Arena, Category, Ledger
 from zeroshard.offload.tiers import HostSlice, HostTiers, agreed_on_host
@@ -20,9 +19,8 @@ from zeroshard.optim import SpanOptimizer, Steps, deal_out, layout_of, spans_of
 from zeroshard.optim.updater import DeviceUpdater, MasterUpdater, Untrained
 from zeroshard.parts.axes import Axes
 from zeroshard.parts.gradients import GradientSum, Reduction
-from zeroshard.parts.part import OneVersion, Part, Parts
+from zeroshard.parts.part import LateUpdates, OneVersion, Part, Parts, RandomNumbers
 from zeroshard.parts.place import DENSE, Axis, Partial, Place, PlaceKind, Split
-from zeroshard.parts.random_numbers import RandomNumbers
 from zeroshard.parts.technique import Technique
 from zeroshard.parts.updater import Updater
 from zeroshard.parts.weights import Weights
@@ -35,12 +33,10 @@ from zeroshard.recompute.recomputation import Recomputation
 from zeroshard.rng.make import random_numbers_of
 from zeroshard.rng.rows import Rows
 from zeroshard.saved.savers import Savers, SavingPlan, savers_of
-from zeroshard.step.late_updates import LateUpdates
 from zeroshard.units import Flat, Unit, is_small
 from zeroshard.units.materialise import Initialiser, Materialiser, seed_of
-from zeroshard.validation.optimizer_groups import groups_of, refuse_used
-from zeroshard.validation.refused import raise_together
-from zeroshard.validation.whole_tensors import refuse_split
+from zeroshard.validation.arguments import groups_of, refuse_split, refuse_used
+from zeroshard.validation.memory import RoomChecks, raise_together
 from zeroshard.zero import Accumulation, BufferedGradients, ByChunk, ByPass, Gatherer, Residency
 from zeroshard.zero.arriving import Arrivals, Arriving
 from zeroshard.zero.gradients import GradientBuffer

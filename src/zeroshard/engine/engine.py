@@ -42,17 +42,15 @@ from zeroshard.platform.accelerator import is_accelerator
 from zeroshard.precision.call import call_with
 from zeroshard.schedule import Layout, PipelineSchedule
 from zeroshard.step.batch import loss_of
-from zeroshard.step.losses import Loss, StepLosses
-from zeroshard.step.penalties import weighing
+from zeroshard.step.losses import Loss, StepLosses, weighing
 from zeroshard.step.sequence import StepOrder, StepResult, Verdict, whole_or_not
 from zeroshard.traffic import merged
 from zeroshard.units.hooks import Hook
 from zeroshard.units.materialise import Initialiser
-from zeroshard.validation.alike import check_alike, check_settings, tied_names
 from zeroshard.validation.arguments import check_arguments, check_options
+from zeroshard.validation.memory import raises_budget_exceeded
 from zeroshard.validation.model_checks import check_model, guard
-from zeroshard.validation.refused import raises_budget_exceeded
-from zeroshard.validation.replicas import check_replicas
+from zeroshard.validation.ranks import check_alike, check_replicas, check_settings, tied_names
 from zeroshard.version import __version__
 
 LossFunction = Callable[[Any, Any], Any]

@@ -22,11 +22,11 @@ from zeroshard.engine.backward import Backward
 from zeroshard.engine.build import Assembly
 from zeroshard.errors import PlanError
 from zeroshard.memory.ledger import Ledger
+from zeroshard.parts.part import LateUpdates
 from zeroshard.parts.weights import ABSENT, Weights
 from zeroshard.precision.clash import explain_clash
 from zeroshard.saved.kept import CountedTensor, Kept, Stored
 from zeroshard.saved.torch_checkpoint import HooksOfForward
-from zeroshard.step.late_updates import LateUpdates
 from zeroshard.units import values_of
 from zeroshard.units.hooks import Hook, absent_in_transform, explain_transform, listen, outside, place_of, transforming
 from zeroshard.units.tensors import tensors_in, with_tensors

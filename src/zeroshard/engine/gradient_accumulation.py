@@ -9,7 +9,7 @@ from torch import nn
 
 from zeroshard.comm.mesh import Mesh
 from zeroshard.engine.build import Assembly
-from zeroshard.parts.random_numbers import MicrobatchRows
+from zeroshard.parts.part import MicrobatchRows
 from zeroshard.precision.call import call
 from zeroshard.schedule import Action, Kind, PipelineSchedule, Schedule, verify
 from zeroshard.schedule.run import Interpreter

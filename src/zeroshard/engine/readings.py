@@ -17,6 +17,7 @@ from zeroshard.errors import PlanError
 from zeroshard.memory.ledger import Ledger
 from zeroshard.parts.axes import Axes
 from zeroshard.parts.gradient_shares import GradientShare, shares_of
+from zeroshard.parts.part import SpeculationCounts
 from zeroshard.parts.planned import Work
 from zeroshard.parts.tables import MemoryTable, TrafficTable, memory_table, traffic_table
 from zeroshard.pipeline.stage import Stage
@@ -24,7 +25,6 @@ from zeroshard.pipeline.whole import WholeModel
 from zeroshard.plan import Plan
 from zeroshard.recompute.arena import ArenaUse
 from zeroshard.schedule import PipelineSchedule
-from zeroshard.step.late_updates import SpeculationCounts
 from zeroshard.step.sequence import StepEnd, StepOrder
 from zeroshard.step.trace import Trace, traced
 from zeroshard.traffic import BETWEEN_TIERS, Count, Purpose, merged

@@ -22,7 +22,7 @@ from zeroshard.recompute.recomputation import Recomputation
 from zeroshard.recompute.shards import CheckpointPartition
 from zeroshard.step.sequence import StepEnd
 from zeroshard.units.hooks import place_of
-from zeroshard.validation.division import check_ranks
+from zeroshard.validation.ranks import check_ranks
 
 
 def _tensor(plan: Plan) -> Technique | None:

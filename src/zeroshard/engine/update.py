@@ -20,10 +20,10 @@ from zeroshard.errors import NonFiniteError, PlanError
 from zeroshard.parts.axes import Axes
 from zeroshard.parts.part import Counted, Part
 from zeroshard.step.agreement import Answer, check_together, written_flags
-from zeroshard.step.same_batches import SameBatches
+from zeroshard.step.losses import SameBatches
 from zeroshard.step.sequence import Settled
 from zeroshard.units import wide_norm
-from zeroshard.validation.alike import Settings, check_settings
+from zeroshard.validation.ranks import Settings, check_settings
 from zeroshard.zero.reduce import average
 from zeroshard.zero.reductions import either
 

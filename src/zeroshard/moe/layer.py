@@ -13,7 +13,7 @@ from zeroshard.moe.activations import activation_of
 from zeroshard.moe.capacity import Capacity
 from zeroshard.moe.experts import ExpertModules, Experts
 from zeroshard.moe.presets import router_of
-from zeroshard.step.penalties import penalised
+from zeroshard.step.losses import penalised
 
 Mix = Literal["sum", "sigmoid", "softmax"]
 

@@ -32,9 +32,9 @@ from zeroshard.memory.ledger import Arena, Category
 from zeroshard.memory.transfers import Task, Transfers
 from zeroshard.offload.tiers import HostTiers, SlicePiece, StagingMemory
 from zeroshard.optim.spans import SpanOptimizer
+from zeroshard.parts.part import LateUpdates, SpeculationCounts
 from zeroshard.parts.planned import Planned, Wire, Work, on_lower_tier
 from zeroshard.parts.weights import Weights, arrived, withhold
-from zeroshard.step.late_updates import LateUpdates, SpeculationCounts
 from zeroshard.traffic import UPDATE, Purpose
 from zeroshard.units import Flat, norm_of
 

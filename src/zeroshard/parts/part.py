@@ -1,20 +1,22 @@
-"""A part: one flat buffer with its weights, gradients and updater; and all parts of a model."""
+"""A part: one flat buffer with its weights, gradients and updater; and all parts of a model with their services."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from zeroshard.checkpoint.boxes import BoxValues
 from zeroshard.memory.ledger import Arena, Category
+from zeroshard.memory.transfers import TaskSpan
 from zeroshard.parts.gradients import Gradients, GradientSum
 from zeroshard.parts.place import Place, Split, boxes_of
 from zeroshard.parts.planned import Planned, Wire, Work, on_device
-from zeroshard.parts.random_numbers import RandomNumbers
 from zeroshard.parts.updater import Updater
 from zeroshard.parts.weights import Weights
-from zeroshard.traffic import Purpose
+from zeroshard.traffic import Count, Purpose
 from zeroshard.units import Flat, Unit, norm_of
 
 
@@ -212,6 +214,154 @@ class Part:
         if buffer is not self.weights.full:
             self.weights.move(buffer)
             self.updater.follow()
+
+
+@dataclass(frozen=True, slots=True)
+class MicrobatchRows:
+    """The rows of one microbatch in the whole batch of a step.
+
+    Attributes:
+        step: steps taken before it.
+        first: the number of its first row: rows of lower data ranks and of earlier microbatches come before.
+        count: how many they are.
+    """
+
+    step: int
+    first: int
+    count: int
+
+
+class RandomNumbers(Protocol):
+    """Gives modules the random numbers that they draw in forwards that are trained, and in recomputations."""
+
+    def number(self, parts: Sequence[Any]) -> list[MicrobatchRows | None]:
+        """The rows of each microbatch of this data rank's batch; may be a collective call."""
+
+    def microbatch(self, rows: MicrobatchRows | None) -> AbstractContextManager[None]:
+        """Forwards inside are of these rows."""
+
+    def again(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Inside, a module's own forward is computed again in a backward, with torch's generators as at its start."""
+
+    def discard(self) -> None:
+        """The backwards of the step so far are as if they had not been."""
+
+    def end_step(self) -> None:
+        """A step of a loop by hand ends; may be a collective call."""
+
+
+class TorchStreams:
+    """Each rank's own generators of torch: the numbers depend on ranks, stages and microbatches; they cost nothing."""
+
+    def number(self, parts: Sequence[Any]) -> list[MicrobatchRows | None]:
+        """Rows have no numbers."""
+        return [None] * len(parts)
+
+    def microbatch(self, rows: MicrobatchRows | None) -> AbstractContextManager[None]:
+        """Nothing changes."""
+        return nullcontext()
+
+    def again(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Torch's generators say all."""
+        return nullcontext()
+
+    def discard(self) -> None:
+        """Streams go on."""
+
+    def end_step(self) -> None:
+        """There is nothing to check."""
+
+
+@dataclass(slots=True)
+class SpeculationCounts:
+    """Counts of updates that ran before the verdict.
+
+    Attributes:
+        taken: updates that ran beside the backward and were right.
+        undone: those that were not.
+    """
+
+    taken: int = 0
+    undone: int = 0
+
+
+class TracedWork(Protocol):
+    """Work that runs beside the main thread, on a clock."""
+
+    def note(self, label: str, start: float) -> None:
+        """Enter into a trace the main thread's computation since `start`."""
+
+    def now(self) -> float:
+        """Seconds of the clock."""
+
+    def reset(self) -> tuple[Mapping[Purpose, Count], Mapping[str, float]]:
+        """Copies since the last call, and the seconds for which the main thread stood still, by cause."""
+
+    def traced(self, spans: list[TaskSpan]) -> AbstractContextManager[None]:
+        """Add to `spans` when what is inside runs."""
+
+
+class Nothing:
+    """Nothing runs beside the main thread, and there is no clock."""
+
+    def note(self, label: str, start: float) -> None:
+        """There is no trace."""
+
+    def now(self) -> float:
+        """There is no clock."""
+        return 0.0
+
+    def reset(self) -> tuple[Mapping[Purpose, Count], Mapping[str, float]]:
+        """Nothing is copied."""
+        return {}, {}
+
+    def traced(self, spans: list[TaskSpan]) -> AbstractContextManager[None]:
+        """Nothing is to be kept."""
+        return nullcontext()
+
+
+class LateUpdates:
+    """All updates of an engine that run beside its steps; in this class there are none: all are done as `step` returns.
+
+    Args:
+        background: work that runs beside the main thread.
+
+    Attributes:
+        background: as given.
+        speculation_counts: of those that ran before the verdict.
+    """
+
+    def __init__(self, background: TracedWork | None = None) -> None:
+        self.background: TracedWork = background if background is not None else Nothing()
+        self.speculation_counts = SpeculationCounts()
+
+    def spans_installed(self) -> None:
+        """The optimizer has its spans."""
+
+    def start(self, factor: float, step: int) -> None:
+        """The updaters of a step have been called with gradients times `factor`, after `step` steps before."""
+
+    def skip(self) -> None:
+        """A step has no update."""
+
+    def forget(self) -> None:
+        """Drop updates that ran before the verdict and were not taken over."""
+
+    def flush(self) -> None:
+        """Wait for all new weights."""
+
+    def finish(self) -> None:
+        """Have the new weights of all updates here that the next step uses."""
+
+    def entering(self, root: int, trains: bool) -> None:
+        """A forward begins; have the weights of the root unit here."""
+
+    def need(self, unit: int) -> None:
+        """Have the new weights of a unit here."""
+
+    def awaited(self, units: Iterable[int]) -> Iterable[int]:
+        """Those of the units for which forwards must call `need`."""
+        return ()
 
 
 class Gathers(Protocol):

@@ -32,7 +32,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroshard.errors import ModelError, PlanError
-from zeroshard.parts.random_numbers import MicrobatchRows
+from zeroshard.parts.part import MicrobatchRows
 from zeroshard.parts.zones import ActivationZones, DividedActivations
 from zeroshard.rng.draws import DRAWS, draws
 from zeroshard.rng.layout import Stream, UnclearDrawError

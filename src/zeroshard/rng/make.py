@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from zeroshard.parts.random_numbers import RandomNumbers, TorchStreams
+from zeroshard.parts.part import RandomNumbers, TorchStreams
 from zeroshard.parts.zones import ActivationZones
 from zeroshard.rng.exact import ExactNumbers
 from zeroshard.rng.rows import Rows

@@ -17,7 +17,7 @@ import torch
 
 from zeroshard.comm.collectives import Comm
 from zeroshard.errors import BatchError
-from zeroshard.parts.random_numbers import MicrobatchRows
+from zeroshard.parts.part import MicrobatchRows
 from zeroshard.units.tensors import tensors_in
 
 COUNT = struct.Struct("<qq")  # of a batch: the data rank, and its rows

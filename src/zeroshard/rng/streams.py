@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from zeroshard.checkpoint import rng
 from zeroshard.comm.collectives import Comm
 from zeroshard.errors import PlanError
-from zeroshard.parts.random_numbers import MicrobatchRows
+from zeroshard.parts.part import MicrobatchRows
 from zeroshard.parts.zones import ActivationZones, Zone
 from zeroshard.platform import accelerator
 from zeroshard.units.hooks import outside

@@ -5,19 +5,31 @@ microbatches, so every token weighs the same wherever it lies. The count is know
 backward runs on its loss divided by a power of two near the count of the last step, the same on all ranks, which is
 exact and keeps 16-bit gradients in range; the rest of the division is a factor on the reduced gradients, multiplied
 into the one of clipping and loss scale.
+
+[Note: penalties] Modules such as routers add penalties to the loss by themselves. A penalty hangs on an activation of
+its module: its gradient is there when the activation's is, whatever the model returns, wherever it is cut into stages,
+and in every kind of recomputation. It weighs what its microbatch weighs in the mean of the step, so over a step
+penalties are averaged over microbatches and data ranks, with the counts of tokens where losses are sums. The engine
+sets the weight, times the loss scale; in a plain `loss.backward()` it is 1.
+
+[Note: same batches] Ranks that work on the same data compare a checksum of their batches, in messages that are sent
+anyway: of shapes, and of one sum over the bits of each tensor, weighted by row. Sums stay on the device until the
+message is made, which waits for the device by itself.
 """
 
 import math
 import struct
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from zeroshard.errors import BatchError, NonFiniteError, PlanError
-from zeroshard.step.same_batches import SameBatches
 
 BY_MEAN, BY_SUM = 1, 2
 FIRST_COUNT = 1024.0  # of each data rank, as long as no step has told its own
@@ -153,7 +165,7 @@ class StepLosses:
         return loss.value if factor == 1.0 else loss.value * factor
 
     def weight(self, loss: Loss, scale: float) -> float | Tensor:
-        """The factor in that backward of a term that weighs 1 in the mean of its microbatch (`step.penalties`)."""
+        """The factor in that backward of a term that weighs 1 in the mean of its microbatch ([Note: penalties])."""
         return scale * loss.share if loss.items is None else loss.items * (scale / self.divisor)
 
     def add(self, loss: Loss) -> None:
@@ -259,3 +271,127 @@ def _refuse(reports: Sequence[LossReport]) -> None:
             f"The loss was given by sum on rank {', '.join(sums)} and by mean on rank {', '.join(means)}; give all "
             f"losses of a step by sum with their counts, or all as means."
         )
+
+
+MARK = "adds_penalty"  # an attribute, true of modules that may call `penalised`
+
+
+class _Weight:
+    """The weight of penalties in the backward under way: one for the process, since autograd has threads of its own."""
+
+    def __init__(self) -> None:
+        self.value: float | Tensor = 1.0
+
+
+_weight = _Weight()
+
+
+@contextmanager
+def weighing(weight: float | Tensor) -> Iterator[None]:
+    """Backwards inside give penalties this weight."""
+    before, _weight.value = _weight.value, weight
+    try:
+        yield
+    finally:
+        _weight.value = before
+
+
+def penalised(activation: Tensor, penalty: Tensor) -> Tensor:
+    """The activation, whose backward adds the gradient of the penalty, a scalar, at the weight of the microbatch."""
+    result: Tensor = _Penalised.apply(activation, penalty)  # type: ignore[no-untyped-call]
+    return result
+
+
+def adds_penalties(model: nn.Module) -> bool:
+    """Whether a module of the model may add penalties."""
+    return any(getattr(module, MARK, False) for module in model.modules())
+
+
+class _Penalised(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, activation: Tensor, penalty: Tensor) -> Tensor:
+        ctx.penalty = penalty.dtype, penalty.device
+        return activation.view_as(activation)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        dtype, device = ctx.penalty
+        return gradients[0], torch.ones((), dtype=dtype, device=device) * _weight.value
+
+
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+FACTOR = 1_000_003  # of the sums of earlier tensors, as they are added up
+ROWS = 2**20  # the weights of rows begin anew after so many
+
+
+class SameBatches:
+    """The batches of a step.
+
+    Args:
+        together: groups of ranks, each of which works on the same data.
+
+    Attributes:
+        watched: whether any group has several ranks; else nothing is computed or sent.
+    """
+
+    def __init__(self, together: Sequence[Sequence[int]]) -> None:
+        self._together = together
+        self.watched = any(len(ranks) > 1 for ranks in together)
+        self._shapes, self._sums = 0, dict[torch.device, Tensor]()  # one on each device
+
+    def add(self, batch: Any) -> None:
+        """Take in what this rank was given."""
+        if not self.watched:
+            return
+        for leaf in tree_leaves(batch):
+            if isinstance(leaf, Tensor):
+                self._shapes = zlib.crc32(f"{list(leaf.shape)} {leaf.dtype}".encode(), self._shapes)
+                total = _sum(leaf.detach())
+                if type(total) is Tensor and not total.is_meta:  # neither a rehearsal's nor a plan's
+                    self._sums[total.device] = self._sums.get(total.device, 0) * FACTOR + total
+
+    def read(self) -> tuple[int, ...]:
+        """The checksum of the step so far; nothing where no ranks are compared. Waits for the device."""
+        if not self.watched:
+            return ()
+        sums = [int(total) for total in self._sums.values()]
+        return (zlib.crc32(struct.pack(f"<{len(sums)}q", *sums), self._shapes),)
+
+    def clear(self) -> None:
+        """The step is over."""
+        self._shapes = 0
+        self._sums.clear()
+
+    def check(self, checksums: Sequence[int], step: int) -> None:
+        """Compare the checksums of all ranks; the same on all of them.
+
+        Raises:
+            BatchError: ranks that work on the same data were given different batches.
+        """
+        if not self.watched:
+            return
+        for number, ranks in enumerate(sorted(self._together, key=min)):
+            other = next((rank for rank in ranks if checksums[rank] != checksums[ranks[0]]), None)
+            if other is not None:
+                raise BatchError(
+                    f"In step {step + 1} the ranks {ranks[0]} and {other} were given different batches, and both work "
+                    f"on the data of data rank {number}: they hold parts or stages of one model. Give every rank the "
+                    f"batch of its engine.data_rank, not of its rank, such as DistributedSampler(dataset, "
+                    f"num_replicas=engine.data_ranks, rank=engine.data_rank), with one seed."
+                )
+
+
+@torch.no_grad()
+def _sum(tensor: Tensor) -> Tensor:
+    """One number in which values and the order of rows show; exact, so equal wherever the bits are."""
+    if tensor.layout != torch.strided or not tensor.numel():
+        return torch.zeros((), dtype=torch.int64, device=tensor.device)
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    if tensor.is_floating_point():
+        tensor = tensor.view(INTEGERS[tensor.dtype.itemsize])
+    if not tensor.dim():
+        return tensor.to(torch.int64)
+    rows = tensor.sum(dim=tuple(range(1, tensor.dim())), dtype=torch.int64) if tensor.dim() > 1 else tensor
+    weights = torch.arange(1, len(rows) + 1, device=rows.device).remainder_(ROWS)
+    return (rows.to(torch.int64) * weights).sum()

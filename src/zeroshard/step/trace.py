@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from zeroshard.memory.ledger import Event, Ledger
 from zeroshard.memory.transfers import TaskSpan
+from zeroshard.parts.part import TracedWork
 from zeroshard.schedule.run import Interpreter, Timed
 from zeroshard.schedule.spans import TIMES
-from zeroshard.step.late_updates import TracedWork
 from zeroshard.traffic import COMPUTE
 
 

@@ -1,6 +1,7 @@
-"""The arguments of an engine: a model, an optimizer and a plan, each of the right kind and in this order."""
+"""Checks of an engine's arguments: model, optimizer and plan, each of the right kind, and an unused optimizer."""
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -9,6 +10,9 @@ from torch import nn
 
 from zeroshard.comm.mesh import Mesh
 from zeroshard.errors import ModelError, OptimizerError, PlanError
+from zeroshard.optim import StateLayout
+from zeroshard.optim.tensor_optimizer import leading_shape
+from zeroshard.parts.place import Cuts, Split
 from zeroshard.plan import Plan
 
 ORDER = "Engine(model, optimizer, plan) takes an nn.Module, an optimizer and a zs.Plan, in this order"
@@ -97,3 +101,118 @@ def _class_called(text: str) -> str:
     """The class of torch.optim with a name in any spelling; AdamW if there is none."""
     known = {name.lower(): name for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
     return known.get(text.lower().replace("_", ""), "AdamW")
+
+
+def refuse_used(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that has taken steps, holds another one, has another step or states of no parameter.
+
+    Raises:
+        OptimizerError: with the way out.
+    """
+    for name, value in vars(optimizer).items():
+        if isinstance(value, torch.optim.Optimizer):
+            raise OptimizerError(
+                f"{type(optimizer).__name__} holds a {type(value).__name__} as '{name}', which would go on with the "
+                f"model's parameters, where the engine has slices of them. Give the engine that one itself, or write "
+                f"both into one class."
+            )
+    step = vars(optimizer).get("step")
+    if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):  # schedulers count calls so
+        raise OptimizerError(
+            f"The step of this {type(optimizer).__name__} was replaced on the object, and an engine tries the step of "
+            f"its class to find what it needs. Write a class whose step does the same."
+        )
+    for key, state in optimizer.state.items():
+        if not isinstance(key, torch.Tensor):
+            raise OptimizerError(
+                f"{type(optimizer).__name__} keeps a state under {key!r}, which is no parameter, and each rank updates "
+                f"its own slices. Keep it as a number in the parameter groups, or by parameter."
+            )
+        if "momentum_buffer" in state or not bool(torch.as_tensor(state.get("step", 0)) == 0):
+            raise OptimizerError(
+                f"The {type(optimizer).__name__} has already taken steps; its states belong to whole tensors. Give "
+                f"the engine a new "
+                "optimizer, and load a zeroshard checkpoint to go on from an earlier run."
+            )
+
+
+def groups_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[nn.Parameter, int]:
+    """The optimizer group of every parameter; trainable ones that are in none are frozen, with a warning.
+
+    Raises:
+        OptimizerError: it holds parameters that are not in the model.
+    """
+    groups = {p: number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    foreign = [p for p in groups if p not in names]
+    if foreign:
+        raise OptimizerError(
+            f"The optimizer holds {len(foreign)} parameters that are not in the model (the first has shape "
+            f"{tuple(foreign[0].shape)}). "
+            "Make it from this model's parameters()."
+        )
+    left_out = [p for p in names if p.requires_grad and p not in groups]
+    if left_out:
+        warnings.warn(
+            f"{len(left_out)} parameters require gradients but are in no optimizer group (the first is "
+            f"{names[left_out[0]]!r}); "
+            "they are frozen. Put them into the optimizer to train them.",
+            stacklevel=5,
+        )
+        for parameter in left_out:
+            parameter.requires_grad_(False)
+    return groups
+
+
+def refuse_split(optimizer: torch.optim.Optimizer, layout: StateLayout, cuts: Cuts) -> None:
+    """Refuse an optimizer over whole tensors where a technique has cut a matrix among ranks.
+
+    None of those are matrices that one rank updates for all that hold parts ([Note: joined matrices]); parameters that
+    one rank holds whole and others not at all, as experts that are modules; and stacks of experts of which each rank
+    holds some, for an optimizer that takes every matrix or vector of them alone.
+
+    Raises:
+        PlanError: with the reason why it needs whole tensors.
+    """
+    if layout.whole is None:
+        return
+    _refuse_empty(optimizer, layout, [cut for cut in cuts.values() if isinstance(cut, Split) and cut.by_rank])
+    stacks = getattr(optimizer, "whole_tensors", False)
+    options = {p: group.get("batch_dims") for group in optimizer.param_groups for p in group["params"]}
+    split = [
+        cut for p, cut in cuts.items()
+        if isinstance(cut, Split) and p in options and not cut.by_rank
+        and cut.part_shape[cut.dimension] not in (0, cut.shape[cut.dimension])
+        and not (stacks and cut.dimension == 0 and leading_shape(torch.Size(cut.shape), options[p]))
+    ]  # fmt: skip
+    if not split:
+        return
+    setting = {"tensor": "tensor_parallel", "experts": "expert_parallel"}.get(split[0].axis, split[0].axis)
+    others = (
+        f"an optimizer that treats every element alone, such as AdamW; or zero=1, 2 or 3 and pipeline_parallel in the "
+        f"place of {setting}"
+    )
+    way_out = f"Use {others}."
+    if stacks and split[0].dimension == 0:
+        way_out = (
+            f"If the first dimension counts experts, give such parameters a group of their own with batch_dims=1, so "
+            f"that each expert has statistics of its own. Or use {others}."
+        )
+    raise PlanError(
+        f"{type(optimizer).__name__} and {setting} do not combine: {layout.whole} And the plan splits {len(split)} "
+        f"parameters inside of layers over the axis '{split[0].axis}' (the first of shape {split[0].shape}), so that "
+        f"no rank has the whole of them. {way_out}"
+    )
+
+
+def _refuse_empty(optimizer: torch.optim.Optimizer, layout: StateLayout, splits: Sequence[Split]) -> None:
+    """Refuse a matrix of which some rank has nothing: all that hold parts of it take part in its update."""
+    name = type(optimizer).__name__
+    empty = next((cut for cut in splits if not all(cut.by_rank)), None)
+    if empty is not None:
+        raise PlanError(
+            f"{name} and tensor_parallel={len(empty.by_rank)} do not combine here: {layout.whole} And of a parameter "
+            f"of shape {empty.shape} that is split over dimension {empty.dimension} some rank has no element, so that "
+            f"it could not take part in the update. Use a smaller tensor_parallel, or an optimizer that treats every "
+            f"element alone, such as AdamW."
+        )

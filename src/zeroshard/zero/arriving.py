@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from zeroshard.comm.collectives import Comm
 from zeroshard.errors import CommError
 from zeroshard.memory.ledger import Ledger
+from zeroshard.parts.part import LateUpdates
 from zeroshard.parts.weights import Residence, arrived, withhold
-from zeroshard.step.late_updates import LateUpdates
 from zeroshard.units import Flat
 from zeroshard.zero.weights import Whole
 

@@ -16,8 +16,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from zeroshard.autograd.deferred_gradients import WeightGradients
 from zeroshard.comm.collectives import Purpose
-from zeroshard.parts.part import Parts
-from zeroshard.parts.random_numbers import MicrobatchRows
+from zeroshard.parts.part import MicrobatchRows, Parts
 from zeroshard.pipeline.cut.bypass import Bypass
 from zeroshard.pipeline.run.chunks import Chunks
 from zeroshard.pipeline.run.messages import Entering, Messages, Shape, widened
@@ -27,8 +26,7 @@ from zeroshard.replay.replay import Replay, Replays
 from zeroshard.schedule import Action, Kind, Schedule
 from zeroshard.schedule.actions import COMPUTE
 from zeroshard.schedule.run import Handler, Interpreter
-from zeroshard.step.losses import Loss
-from zeroshard.step.penalties import weighing
+from zeroshard.step.losses import Loss, weighing
 from zeroshard.step.sequence import Backwards, Run, Updates
 
 Key = tuple[int, int]  # chunk, microbatch

@@ -23,7 +23,7 @@ from zeroshard.pipeline.run.scattered import GATHERS
 from zeroshard.pipeline.stage import Stage
 from zeroshard.schedule import Action, Kind
 from zeroshard.schedule.lower import LOANS_UNDER_WAY
-from zeroshard.step.penalties import adds_penalties
+from zeroshard.step.losses import adds_penalties
 
 UNDER_WAY = 4  # messages on their way before the oldest is waited for; lists are verified to bear even none
 LOANS = (Purpose.LEND_WEIGHTS, Purpose.REPAY_GRADIENTS)
@@ -187,7 +187,7 @@ SCALAR: Shape = ((1,), torch.float32)
 class PenaltyWeights:
     """The weights of penalties on their way from the loss to earlier stages: a scalar beside each gradient message.
 
-    A penalty weighs what its microbatch weighs in the mean of the step (`step.penalties`). Where losses are sums, only
+    A penalty weighs what its microbatch weighs in the mean of the step ([Note: penalties]). Where losses are sums, only
     the stage with the loss knows that, when the backward begins. Models without penalties send nothing.
     """
 

@@ -22,8 +22,7 @@ from zeroshard.pipeline.run.weight_stashing import StashedVersions
 from zeroshard.pipeline.stage import Stage
 from zeroshard.schedule import Kind
 from zeroshard.step.batch import uneven_microbatches
-from zeroshard.step.losses import REPORT, LossReport, means_alone
-from zeroshard.step.same_batches import SameBatches
+from zeroshard.step.losses import REPORT, LossReport, SameBatches, means_alone
 from zeroshard.step.sequence import Backwards, Decides, Run, Updates
 
 LOANS = {Kind.LEND: Purpose.LEND_WEIGHTS, Kind.REPAY: Purpose.REPAY_GRADIENTS}

@@ -1,0 +1,372 @@
+"""Checks between ranks: their number, equal scripts, and equal replicas.
+
+Ranks that differ in a width, a learning rate or a version would otherwise train meaningless weights, or fail inside a
+collective without the reason. Replicas are compared by CRC-32, which finds every burst of up to 32 flipped bits and
+misses one other change in 2**32. Ranks that share memory have one copy and nothing to compare.
+"""
+
+import hashlib
+import json
+import math
+import struct
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroshard.comm.collectives import Comm
+from zeroshard.comm.mesh import wait_for_ranks
+from zeroshard.errors import CommError, DivergenceError, PlanError
+from zeroshard.parts.part import Part, Parts
+from zeroshard.parts.place import Axis, boxes_of
+from zeroshard.parts.settings import flat
+from zeroshard.plan import Plan
+from zeroshard.units.tensors import digest_of
+from zeroshard.version import __version__
+
+OWN = {"device_memory", "offload.disk"}  # settings of a plan in which ranks on different machines may differ
+SHOWN = 4  # differences of one rank in an error
+MOST = 3  # ranks in an error
+
+Groups = Sequence[Mapping[str, Any]]
+
+
+def check_alike(comm: Comm, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
+    """Compare versions, plans, models and optimizers over all ranks: a collective call.
+
+    Raises:
+        CommError: they differ, with the fields, on all ranks; or a rank did not join.
+    """
+    wait_for_ranks(comm.mesh, "an engine")
+    if comm.mesh.ranks > 1:
+        _compare(comm, dict(_facts(model, optimizer, plan)), "the engine's plan, model and optimizer")
+
+
+def check_settings(comm: Comm, groups: Groups) -> None:
+    """Compare the settings of the optimizer's groups over all ranks: a collective call.
+
+    Raises:
+        CommError: they differ, with the fields, on all ranks.
+    """
+    if comm.mesh.ranks > 1:
+        _compare(comm, dict(_settings(groups)), "the optimizer's settings")
+
+
+class Settings:
+    """A checksum of the settings of an optimizer's groups, cheap to take anew in each step."""
+
+    def __init__(self) -> None:
+        self._seen: list[Any] | None = None
+        self._checksum = 0
+
+    def checksum(self, groups: Groups) -> int:
+        """The checksum of all settings but the parameters; tensors count only if they are on the CPU."""
+        values: list[Any] = []
+        for group in groups:
+            values += [
+                value if not isinstance(value, torch.Tensor) else _plain(value)
+                for key, value in group.items()
+                if key != "params"
+            ]
+        if values != self._seen:
+            self._seen = values
+            self._checksum = zlib.crc32(json.dumps(dict(_settings(groups))).encode())
+        return self._checksum
+
+
+def _compare(comm: Comm, facts: dict[str, str], subject: str) -> None:
+    digest = hashlib.sha256(json.dumps(facts).encode()).digest()
+    if len(set(comm.agree(digest, f"comparison of {subject}"))) == 1:
+        return
+    by_rank = comm.agree_on(facts, f"differences in {subject}")
+    differing = [rank for rank, theirs in enumerate(by_rank) if theirs != by_rank[0]]
+    differences = [_difference(rank, by_rank[rank], by_rank[0]) for rank in differing[:MOST]]
+    if len(differing) > MOST:
+        differences.append(f"ranks {', '.join(map(str, differing[MOST:]))} differ too")
+    raise CommError(
+        f"The ranks differ in {subject}: {'. '.join(differences)}. Every rank must run the same script with the same "
+        f"packages, and may choose nothing by its rank or machine but its data."
+    )
+
+
+def _difference(rank: int, theirs: Mapping[str, str], first: Mapping[str, str]) -> str:
+    names = [name for name in {**first, **theirs} if first.get(name) != theirs.get(name)]
+    differences = [f"{name} is {theirs.get(name, 'missing')}, on rank 0 {first.get(name, 'missing')}" for name in names]
+    more = f"; and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
+    return f"on rank {rank} " + "; ".join(differences[:SHOWN]) + more
+
+
+def _facts(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> Iterator[tuple[str, str]]:
+    """Names and values of everything that must be the same on all ranks."""
+    yield "the version of zeroshard", __version__
+    yield "the version of torch", str(torch.__version__)
+    for name, value in flat(plan.as_dict()):
+        if name not in OWN:
+            yield f"plan.{name}", json.dumps(value, default=str)
+    names = {}
+    for name, parameter in model.named_parameters():
+        names[id(parameter)] = name
+        yield f"parameter '{name}'", _of_tensor(parameter) + ("" if parameter.requires_grad else ", frozen")
+    for name, buffer in model.named_buffers():
+        yield f"buffer '{name}'", _of_tensor(buffer)
+    for name, others in sorted(tied_names(model).items()):
+        yield f"the parameter that '{name}' is tied to", str(others)
+    yield "the optimizer", f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    for number, group in enumerate(optimizer.param_groups):
+        members = "\n".join(sorted(names.get(id(parameter), "?") for parameter in group["params"]))
+        yield f"optimizer group {number}: parameters", f"{len(group['params'])} ({zlib.crc32(members.encode()):08x})"
+    yield from _settings(optimizer.param_groups)
+
+
+def _settings(groups: Groups) -> Iterator[tuple[str, str]]:
+    for number, group in enumerate(groups):
+        for key, value in group.items():
+            if key not in ("params", "param_names"):
+                yield f"optimizer group {number}: {key}", json.dumps(_plain(value))
+
+
+def _of_tensor(tensor: torch.Tensor) -> str:
+    kind = str(tensor.dtype).removeprefix("torch.")
+    return f"{list(tensor.shape)} {kind}{' on the meta device' if tensor.is_meta else ''}"
+
+
+def _plain(value: Any) -> Any:
+    """A value as plain JSON, comparable between processes; an object without such a form counts as its class."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.numel() == 1:
+        return value.item()
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return type(value).__qualname__
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """For parameters with several names, each further name and the first; taken before stages are cut."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    return {name: first[id(parameter)] for name, parameter in every if first[id(parameter)] != name}
+
+
+STAGES, LAYERS, EXPERTS, SLICES = "pipeline_parallel", "tensor_parallel", "expert_parallel", "shard_group"
+
+
+def check_ranks(plan: Plan, ranks: int) -> None:
+    """Refuse a number of ranks that a plan does not divide.
+
+    Raises:
+        PlanError: with every setting that divides them, the number that is needed, and settings that would fit.
+    """
+    sizes = {STAGES: plan.pipeline.stages, LAYERS: plan.tensor.ranks}
+    sizes |= {EXPERTS: plan.experts.ranks, SLICES: plan.shard_group or 1}
+    replicas = plan.pipeline.replicas
+    if replicas is not None:
+        needed = sum(replicas) * plan.tensor.ranks
+        if ranks % needed:  # of a multiple, other techniques may let several work together
+            several = f" times {LAYERS}={plan.tensor.ranks}" if plan.tensor.ranks > 1 else ""
+            raise PlanError(f"replicas={replicas}{several} needs {needed} ranks and there are {ranks}; start as many.")
+        return
+    needed = _needed(sizes)
+    if ranks % needed:
+        among = " times ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
+        found = "1 rank does not divide" if ranks == 1 else f"{ranks} ranks do not divide"
+        raise PlanError(f"{found} among {among}; start a multiple of {needed} ranks, {', '.join(_ways(sizes, ranks))}.")
+
+
+def _needed(sizes: Mapping[str, int]) -> int:
+    """The least number of ranks; those that split a layer work on one batch, and slices are of other batches."""
+    return sizes[STAGES] * math.lcm(sizes[LAYERS] * sizes[SLICES], sizes[EXPERTS])
+
+
+def _ways(sizes: Mapping[str, int], ranks: int) -> Iterator[str]:
+    """What else would fit so many ranks: one setting changed, or all of them left out."""
+    given = [name for name, size in sizes.items() if size > 1]
+    found = 0
+    for name in given:
+        fine = [size for size in range(1, ranks + 1) if ranks % _needed({**sizes, name: size}) == 0]
+        if fine:
+            nearest = min(fine, key=lambda size: (size == 1, abs(size - sizes[name])))
+            found += 1
+            yield f"or set {name} to {nearest}" if nearest > 1 else f"or leave {name} out"
+    if not found:
+        yield f"or leave {' and '.join(given)} out"
+    each, over = divmod(ranks, sizes[STAGES])
+    if given == [STAGES] and each:
+        uneven = (each + 1,) * over + (each,) * (sizes[STAGES] - over)
+        yield f"or say how many each stage gets, such as replicas={uneven}"
+
+
+LISTED = 5  # differences in an error
+ENTRY = struct.Struct("<BI")  # the number of an axis, and a digest
+
+Pieces = list[tuple[str, torch.Tensor]]  # (kind and parameter, values)
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """Named values that other ranks of an axis hold too."""
+
+    axis: Axis
+    pieces: Pieces
+
+
+def copied(parts: Parts) -> Iterator[Copied]:
+    """The values of this rank that other ranks hold too."""
+    for part in parts.all:
+        place, weights, index = part.place, part.weights, part.flat.index
+        if weights.copied:
+            yield Copied(place.slices, _pieces(part, "parameter", weights.full, 0))
+        with part.updater.at_hand():
+            updated, columns = [*_masters(part), *_states(part)], [*_columns(part)]
+        if columns:
+            yield Copied(place.slices, columns)
+        own = _pieces(part, "parameter", weights.own, index.interval(weights.rank)[0])
+        for axis in (axis for axis in (place.copies, place.twins) if axis is not None):
+            yield Copied(axis, [*own, *updated])
+        everything = index.bounds is None and part.updater.values.numel() == index.padded_numel
+        if place.copies is None and index.ranks > 1 and everything:
+            yield Copied(place.slices, updated)
+
+
+def check_replicas(parts: Parts, world: Comm, axes: Sequence[Axis]) -> None:
+    """Compare values that must be the same on several ranks: a collective call of all ranks that train.
+
+    These are full parameters at the stages that keep them, slices that several groups of ranks hold, and optimizer
+    states that several ranks hold, and pieces of split tensors that several ranks have beside other pieces of them. Of
+    weights with versions, the latest is compared.
+
+    Raises:
+        DivergenceError: on every rank, with the names of the parameters and the differing ranks.
+    """
+    mine = list(copied(parts))
+    numbers = {axis.name: number for number, axis in enumerate(axes)}
+    digests = b"".join(
+        ENTRY.pack(numbers[each.axis.name], digest_of(values for _, values in each.pieces)) for each in mine
+    )
+    by_rank = [list(ENTRY.iter_unpack(digests)) for digests in world.agree(digests, "digests of the replicas")]
+    differing: list[tuple[Sequence[int], int]] = []
+    for number, axis in enumerate(axes):
+        for ranks in (group for group in axis.groups if len(group) > 1):
+            places = [n for n, (axis_number, _) in enumerate(by_rank[ranks[0]]) if axis_number == number]
+            differing += [(ranks, n) for n in places if len({by_rank[rank][n] for rank in ranks}) > 1]
+    found = _differing_pieces(parts, world)
+    if not differing and not found:
+        return
+    own = {n for ranks, n in differing if world.mesh.rank in ranks}
+    details = {str(n): _details(mine[n].pieces) for n in sorted(own)}
+    answers = world.agree_on(details, "which parameters differ")
+    found += [
+        text for ranks, n in differing for text in _compare_replicas(ranks, [answers[rank][str(n)] for rank in ranks])
+    ]
+    more = f" and {len(found) - LISTED} more" if len(found) > LISTED else ""
+    raise DivergenceError(
+        f"Replicas are not the same any more: {'; '.join(found[:LISTED])}{more}. Go on from an earlier checkpoint; if "
+        f"nothing wrote into the weights of single ranks, look for a fault in the machine of the rank that differs."
+    )
+
+
+def _differing_pieces(parts: Parts, world: Comm) -> list[str]:
+    """Texts about differing pieces of split tensors (few key heads, each on several ranks)."""
+    here = {name for part in parts.all for name, split in part.splits.items() if not split.counted}
+    names = {name for told in world.agree_on(sorted(here), "pieces that several ranks have") for name in told}
+    if not names:
+        return []
+    mine = {key: digest for part in parts.all for key, digest in _split_pieces(part, names)}
+    answers = world.agree_on(mine, "digests of the pieces")
+    holders: dict[str, list[int]] = {}
+    for rank, answer in enumerate(answers):
+        for key in answer:
+            holders.setdefault(key, []).append(rank)
+    texts = (_compare_replicas(ranks, [{key: answers[rank][key]} for rank in ranks]) for key, ranks in holders.items())
+    return [text for each in texts for text in each]
+
+
+def _split_pieces(part: Part, names: set[str]) -> Iterator[tuple[str, int]]:
+    """The digests of this rank's pieces of some tensors, by kind, name and box."""
+    index, weights = part.flat.index, part.weights
+    numbers = {entry.name: number for number, entry in enumerate(index.entries)}
+
+    def boxes(pieces: Pieces, start: int) -> Iterator[tuple[str, int]]:
+        for text, values in pieces:
+            name = text.rpartition(" ")[2]
+            entry = index.entries[numbers[name]]
+            split = part.splits.get(name) if name in names else None
+            first = max(start - entry.offset, 0)
+            for (box, inside), _ in boxes_of(entry.shape, split, first, values) if split is not None else ():
+                yield f"{text}[{box}]", digest_of([inside.contiguous()])
+
+    with part.updater.at_hand():
+        own = index.interval(weights.rank)[0]
+        yield from boxes(_pieces(part, "parameter", weights.own, own), own)
+        yield from boxes(_masters(part), part.updater.start)
+        for span in part.updater.spans:
+            for key, value in part.updater.elements(span).items():
+                yield from boxes(_pieces(part, f"{key} of", value, span.start), span.start)
+
+
+def _compare_replicas(ranks: Sequence[int], answers: list[dict[str, int]]) -> Iterator[str]:
+    """A text for each name whose digests differ between the ranks."""
+    for name in dict.fromkeys(name for answer in answers for name in answer):
+        sides: dict[int | None, list[int]] = {}
+        for rank, answer in zip(ranks, answers, strict=True):
+            sides.setdefault(answer.get(name), []).append(rank)
+        most = max(sides.values(), key=len)
+        if len(sides) == 1:
+            continue
+        if 2 * len(most) > len(ranks):
+            others = [rank for rank in ranks if rank not in most]
+            yield f"{name} on {_ranks(others)}, where {_ranks(most)} agree"
+        else:
+            yield f"{name}, {' against '.join(_ranks(side) for side in sides.values())}"
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _pieces(part: Part, kind: str, values: torch.Tensor, start: int) -> Pieces:
+    """The parameters in `values`, which begin at `start` in the flat; padding is left out."""
+    index = part.flat.index
+    return [
+        (f"{kind} {index.entries[number].name}", values[low - start : high - start])
+        for number, low, high in index.overlaps(start, start + values.numel())
+    ]
+
+
+def _masters(part: Part) -> Pieces:
+    updater = part.updater
+    if not updater.separate:
+        return []
+    return _pieces(part, "master weights of", updater.exact(updater.values), updater.start)
+
+
+def _states(part: Part) -> Iterator[tuple[str, torch.Tensor]]:
+    """The optimizer's states of a part."""
+    for span in part.updater.spans:
+        for key, value in part.updater.elements(span).items():
+            yield from _pieces(part, f"{key} of", value, span.start)
+    for name, span in (part.updater.matrices or {}).items():
+        yield from ((f"{key} of {name}", value) for key, value in part.updater.elements(span).items())
+
+
+def _columns(part: Part) -> Iterator[tuple[str, torch.Tensor]]:
+    """The states of a matrix that is cut at rows which all ranks have, such as those of its columns."""
+    for span in part.updater.spans:
+        if span.rows is not None:
+            name, own = part.flat.index.entries[0].name, span.rows.states
+            for key, value in (part.updater.scalars(span) or {}).items():
+                if key not in own and isinstance(value, torch.Tensor):
+                    yield f"{key} of {name}", value.reshape(-1)
+
+
+def _details(pieces: Pieces) -> dict[str, int]:
+    """The digest of each parameter, by name."""
+    by_name: dict[str, list[torch.Tensor]] = {}
+    for name, values in pieces:
+        by_name.setdefault(name, []).append(values)
+    return {name: digest_of(values) for name, values in by_name.items()}
