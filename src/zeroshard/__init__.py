@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 else:
     # modules that need torch are loaded on first use, so that commands without torch start at once (PEP 562)
     _MODULES = {
-        "Activations": "activations.policy",
+        "Activations": "recompute.policy",
         "DeepSpeedWeights": "interop",
         "from_deepspeed": "interop",
         "AsynchronousTrainer": "parameter_server",

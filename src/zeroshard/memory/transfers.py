@@ -10,7 +10,7 @@ destination not read. Tasks hold both.
 update that waited for its gradients), each task of the chain gets the part in which it ran.
 
 [Note: GeePS] GPU memory as a cache of host memory, filled and emptied off the critical path (Cui et al., EuroSys 2016):
-copies by this runner, parameters and states in `offload.tiers`, data of layers in `activations.offload`, and the
+copies by this runner, parameters and states in `offload.tiers`, data of layers in `saved.offload`, and the
 workers that do not wait for each other in `parameter_server`.
 """
 
