@@ -18,7 +18,7 @@ SUITES: dict[str, tuple[str, str, str]] = {  # file, a selection of its tests, t
     "F5": ("checkpoint/test_damage.py", "what_is_wrong or folder_that_goes", "cut, missing, extra, foreign files"),
     "F6": ("checkpoint/test_damage.py", "full", "a full disk"),
     "F7": ("checkpoint/test_damage.py", "read_only or vanishes or slow_disk", "a disk that is gone or slow"),
-    "F14": ("engine/test_reshard.py", "", "other numbers of ranks, stages, precisions"),
+    "F14": ("checkpoint/test_reshard.py", "", "other numbers of ranks, stages, precisions"),
     "F18": ("checkpoint/test_poison.py", "", "poisoned input"),
 }
 KNOBS = {"ZEROSHARD_FUZZ": "5000", "ZEROSHARD_ALL_PAIRS": "1"}  # read by these files; their other counts are full

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from engine import models
-from engine.emulation import Case as Asynchronous
-from engine.emulation import Emulation
 from engine.random_plans import Case, has_way_out, plan_of, refusal_of
 from engine.random_runs import Log, Plain, comparable, follows_plainly
+from pipeline.emulation import Case as Asynchronous
+from pipeline.emulation import Emulation
 from torch import Tensor
 
 import zeroshard as zs

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from engine.models import OPTIMIZERS, batch, build
-from engine.offloaded import EXECUTORS, executing, in_memory
-from engine.test_pipelines import plain
 from inside import all_gathered, chunks_of, free_blocks_of, parts_of, shared_bytes_of
+from offload.offloaded import EXECUTORS, executing, in_memory
+from pipeline.test_pipelines import plain
 from pool import Pool
 from selection import by_default
 from torch import Tensor

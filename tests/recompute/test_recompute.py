@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from engine import pipelines
 from engine.zoo import ZOO
 from engine.zoo import train as train_in_zoo
+from pipeline import pipelines
 from pool import Pool
 from selection import by_default
 from torch import Tensor, nn

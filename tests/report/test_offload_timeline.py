@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from engine.models import batch, build
-from engine.offloaded import ADAMW, executing
+from offload.offloaded import ADAMW, executing
 
 import zeroshard as zs
 from zeroshard.report.exposed_figure import _CAUSES, _OTHER

@@ -1,7 +1,7 @@
 """Checkpoints of models whose layers are split: what any (tensor, stages, data, zero) saved, any other loads.
 
 Weights come from files as transformers writes them; what is saved, loaded elsewhere, saved again and exported is the
-same bit for bit. tests/engine/test_reshard.py has the plans without split layers.
+same bit for bit. tests/checkpoint/test_reshard.py has the plans without split layers.
 """
 
 import os

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from engine import pipelines
 from engine.zoo import ZOO
 from moe import mixed
+from pipeline import pipelines
 from pool import Pool
 from recompute.test_recompute import Stack, batch, train_zoo
 from selection import by_default

@@ -10,8 +10,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from engine.offloaded import EXECUTORS, executing
 from inside import asked_savers_of
+from offload.offloaded import EXECUTORS, executing
 from planner.rehearsed import OPTIMIZERS, SHAPE, tokens
 from pool import Pool
 from recompute.auto import test_auto

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from engine.models import LONGER, MODELS, OPTIMIZERS, Block, Plain
-from engine.pipelines import data
+from pipeline.pipelines import data
 from pool import TIMEOUT, Pool, copies, impatient
 from torch import Tensor, nn
 
@@ -549,7 +549,7 @@ def test_a_stage_that_dies_ends_the_others(port: int, plan: dict[str, Any], vict
 SCRIPT = """
 import torch
 from engine.models import Plain
-from engine.pipelines import data
+from pipeline.pipelines import data
 import zeroshard as zs
 
 plan = zs.Plan(pipeline_parallel=zs.Pipeline(2, balance="parameters"), microbatches=4)

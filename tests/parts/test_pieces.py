@@ -11,8 +11,8 @@ from unittest import mock
 
 import pytest
 import torch
-from engine.fused import COMMON, FEATURES, WIDTH, Model, cut_over, engine_of, plain, rows, run
 from inside import parts_of
+from parts.fused import COMMON, FEATURES, WIDTH, Model, cut_over, engine_of, plain, rows, run
 from pool import Pool
 from safetensors.torch import load_file
 from selection import by_default

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from engine.offloaded import executing
 from inside import parts_of
+from offload.offloaded import executing
 from pool import Pool
 from torch import Tensor, nn
 from torch.nn.functional import linear

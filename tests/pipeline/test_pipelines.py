@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from engine.models import OPTIMIZERS, batch, build
-from engine.pipelines import data
+from pipeline.pipelines import data
 from pool import Pool
 from selection import by_default
 from torch import Tensor

@@ -10,8 +10,8 @@ from unittest.mock import patch
 import pytest
 import torch
 from engine.models import MODELS, batch, build
-from engine.offloaded import ADAMW, EXECUTORS, assert_same, executing, in_memory, once, run, take_steps
 from engine.plain import transport_of
+from offload.offloaded import ADAMW, EXECUTORS, assert_same, executing, in_memory, once, run, take_steps
 from planner.rehearsed import peak_of
 from pool import Pool
 from selection import by_default

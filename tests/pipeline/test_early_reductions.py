@@ -8,7 +8,7 @@ import pytest
 import torch
 from engine.golden import digest
 from engine.models import LONGER, MODELS, OPTIMIZERS, Block, Deep, Five
-from engine.pipelines import data
+from pipeline.pipelines import data
 from pool import Pool
 from selection import by_default
 from torch import Tensor, nn

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from engine.offloaded import ADAMW
 from inside import late_updates_of
+from offload.offloaded import ADAMW
 from torch import Tensor, nn
 
 import zeroshard as zs

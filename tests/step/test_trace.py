@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 from engine.models import batch, build
-from engine.offloaded import executing
+from offload.offloaded import executing
 
 import zeroshard as zs
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from engine.models import OPTIMIZERS, build
-from engine.pipelines import data
+from pipeline.pipelines import data
 from pool import Pool
 
 import zeroshard as zs

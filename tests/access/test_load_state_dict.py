@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint.test_load_weights import masters
 from engine.models import OPTIMIZERS, batch, build
-from engine.test_load_weights import masters
 from pool import Pool, WorkerError
 from torch import nn
 

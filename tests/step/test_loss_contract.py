@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from engine.models import Five
-from engine.offloaded import executing
 from inside import loss_count_of
+from offload.offloaded import executing
 from pool import Pool, WorkerError
 from selection import by_default
 from torch import Tensor, nn

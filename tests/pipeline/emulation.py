@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from engine.models import OPTIMIZERS, build
-from engine.pipelines import data
+from pipeline.pipelines import data
 from torch import Tensor, nn
 from torch.func import functional_call
 

@@ -16,10 +16,10 @@ import pytest
 import torch
 from engine import models
 from engine.models import OPTIMIZERS, build
-from engine.pipelines import data
-from engine.split_blocks import POSITIONS, SplitBlocks
-from engine.test_pipelines import plain
 from inside import axes_of, parts_of
+from parts.split_blocks import POSITIONS, SplitBlocks
+from pipeline.pipelines import data
+from pipeline.test_pipelines import plain
 from pool import Pool
 from selection import by_default
 from torch import Tensor, nn

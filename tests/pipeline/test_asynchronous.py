@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from engine.emulation import Case, Emulation
-from engine.pipelines import follow, train_gpt
+from pipeline.emulation import Case, Emulation
+from pipeline.pipelines import follow, train_gpt
 from pool import Pool
 
 from zeroshard.schedule import Action, Kind

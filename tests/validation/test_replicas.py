@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 import torch
 from engine.models import OPTIMIZERS, batch, build
-from engine.pipelines import data
 from inside import held_states, parts_of
+from pipeline.pipelines import data
 from pool import Pool
 
 import zeroshard as zs
 from zeroshard.errors import DivergenceError
-from zeroshard.units import digest
+from zeroshard.units import tensors
 
 NETWORK = {"transport": "network"}
 HALF = {"precision": "bf16"}
@@ -153,7 +153,7 @@ def test_a_rank_alone_has_nothing_to_compare() -> None:
 
 def test_large_flats_are_read_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     values = torch.arange(1000, dtype=torch.float32)
-    whole = digest.digest_of([values])
-    monkeypatch.setattr(digest, "CHUNK", 24)
-    assert digest.digest_of([values]) == digest.digest_of([values[:7], values[7:]]) == whole
-    assert digest.digest_of([values.flip(0)]) != whole
+    whole = tensors.digest_of([values])
+    monkeypatch.setattr(tensors, "CHUNK", 24)
+    assert tensors.digest_of([values]) == tensors.digest_of([values[:7], values[7:]]) == whole
+    assert tensors.digest_of([values.flip(0)]) != whole
