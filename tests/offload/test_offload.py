@@ -22,7 +22,7 @@ import zeroshard as zs
 from zeroshard.errors import BudgetExceeded, ModelError, OffloadError, OptimizerError, PlanError
 from zeroshard.memory import HostMemory
 from zeroshard.memory.ledger import Category
-from zeroshard.offload import slices as host_slices
+from zeroshard.offload import tiers
 from zeroshard.optim.host_adam import adam_update
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -164,7 +164,7 @@ def test_weights_that_are_made_before_the_states_are_the_same(executor: str, tmp
         plan = zs.Plan.from_dict({**WAYS["optimizer"], **extra})
         with executing(executor):
             engine = zs.Engine(build("Sometimes", 0), ADAMW, plan)
-            with patch.object(host_slices, "adam_update", wraps=adam_update) as updates:
+            with patch.object(tiers, "adam_update", wraps=adam_update) as updates:
                 steps = take_steps(engine, 12, spikes=spikes)
                 engine.save(tmp_path / f"saved {number}", wait=True)
                 steps += take_steps(engine, 6, first=12, spikes=spikes)
