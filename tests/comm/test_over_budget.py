@@ -10,6 +10,7 @@ from pool import Pool, impatient
 from torch import nn
 
 import zeroshard as zs
+from zeroshard.comm.mesh import mesh_of
 from zeroshard.errors import BudgetExceeded
 from zeroshard.train.gpt import GPTConfig
 
@@ -44,7 +45,10 @@ def caught(call: Any) -> tuple[str, float]:
     return "", time.monotonic() - begin
 
 
-def over_budget(mesh: zs.Mesh, case: str) -> list[tuple[str, float]]:
+def over_budget(everyone: zs.Mesh, case: str) -> list[tuple[str, float]]:
+    mesh = mesh_of([0, 1], everyone.device, 20.0)  # groups of its own: a rank leaves a collective that others began
+    if everyone.rank > 1:
+        return []
     with impatient():
         batch = (torch.zeros(2, 8, dtype=torch.int64),) * 2
         if case == "weights":
@@ -60,7 +64,7 @@ def over_budget(mesh: zs.Mesh, case: str) -> list[tuple[str, float]]:
 
 @pytest.mark.parametrize("case", ["weights", "states", "step", "step-of-slices"])
 def test_a_rank_over_budget_ends_all_ranks_alike(pool: Pool, case: str) -> None:
-    first, second = (answers[0] for answers in pool.run(over_budget, 2, case))
+    first, second = (answers[0] for answers in pool.run(over_budget, 4, case)[:2])
     found, (others, seconds) = (first[0], second) if case in ("weights", "states") else (second[0], first)
     assert "device" in found
     assert "Rank" not in found
