@@ -55,9 +55,13 @@ def both(mesh: zs.Mesh, precision: str) -> list[list[tuple[int, int]]]:
 
 @pytest.mark.parametrize("ranks, precision", [(2, "fp32"), (2, "bf16"), (4, "fp32")])
 def test_peaks(pool: Pool, ranks: int, precision: str) -> None:
-    """Each block takes as much to 5 %; buffers take up to 3 blocks more, at every depth."""
+    """Each block takes its 16 bytes a parameter over the ranks, to 5 %; buffers take up to 3 blocks more than theirs.
+
+    FSDP2's own peak moves by a third of a block between runs, so its growth is no bound to 5 %.
+    """
     block = 4 * numel_of_block(WIDTH, INNER)
+    states = 16 * numel_of_block(WIDTH, INNER) * (BLOCKS[1] - BLOCKS[0]) / ranks
     for found in pool.run(both, ranks, precision):
         (few, theirs_few), (many, theirs_many) = ([most for _, most in each] for each in found)
-        assert (many - few) / (theirs_many - theirs_few) <= 1.05, found
+        assert many - few <= 1.05 * states, found
         assert few - theirs_few <= 3 * block and many - theirs_many <= 3 * block, found
