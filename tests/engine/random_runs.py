@@ -20,7 +20,7 @@ import zeroshard as zs
 from zeroshard.errors import BudgetExceeded, ModelError, NonFiniteError, OptimizerError, PlanError
 from zeroshard.moe import Losses, Router
 from zeroshard.saved.compression import CompressedStore
-from zeroshard.step.losses import weighing
+from zeroshard.step.context import Within
 
 Log = list[tuple[str, Any]]
 DECAY = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda step: 1 / (1 + step))
@@ -334,7 +334,7 @@ class Plain:
         loss = torch.zeros(())
         for part in batch(number, 0, 1, self.case.rows).chunk(self.parts):
             share = self.model(part, number) / self.parts
-            with weighing(1 / self.parts):
+            with Within(penalty_weight=1 / self.parts):
                 share.backward()
             loss += share.detach()
         self.model.load_state_dict(latest)

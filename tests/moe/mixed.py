@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 import zeroshard as zs
 from zeroshard.moe.experts import ExpertModules, Experts
 from zeroshard.moe.routing import Routing
-from zeroshard.step.losses import penalised, weighing
+from zeroshard.step.context import Within
+from zeroshard.step.losses import penalised
 
 WIDTH, HIDDEN, EXPERTS, ROWS, POSITIONS, VOCABULARY = 8, 12, 6, 4, 5, 11
 KINDS = ("learned", "starved", "one", "by row")
@@ -181,7 +182,7 @@ def plain(
         else:
             shares = [(value / len(parts), 1 / len(parts)) for value in found]
         for value, weight in shares:
-            with weighing(weight):
+            with Within(penalty_weight=weight):
                 value.backward()
         losses.append(sum(float(value.detach()) for value, _ in shares))
         limit = float("inf") if clip is None else clip

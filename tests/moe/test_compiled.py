@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard as zs
-from zeroshard.step.losses import weighing
+from zeroshard.step.context import Within
 
 
 class Block(nn.Module):
@@ -26,7 +26,7 @@ def gradients(model: nn.Module, weight: float) -> list[Tensor]:
     """Of a batch whose penalties have that weight."""
     model.zero_grad()
     x = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
-    with weighing(weight):
+    with Within(penalty_weight=weight):
         model(x).square().mean().backward()
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 

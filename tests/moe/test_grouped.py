@@ -5,13 +5,13 @@ import torch
 from torch import nn
 
 from moe.routings import routing_of
-from zeroshard.autograd.deferred_gradients import WeightGradients, leaving_to
 from zeroshard.errors import ModelError
 from zeroshard.moe.activations import activation_of
 from zeroshard.moe.dispatch import gather_gates, gather_rows, order_of
 from zeroshard.moe.experts import Experts, weighed
 from zeroshard.moe.grouped import aligned, fits, grouped_rows
 from zeroshard.moe.kernels import ExpertStack, expert_rows
+from zeroshard.step.context import WeightGradients, Within
 
 
 def stack_of(width: int, hidden: int, bias: bool, transposed: bool, dtype: torch.dtype) -> ExpertStack:
@@ -37,7 +37,7 @@ def test_one_product_equals_experts_one_at_a_time(counts: tuple[int, ...], bias:
         torch.testing.assert_close(ours, theirs)
         assert ours.isfinite().all()
     store = WeightGradients()
-    with leaving_to(store):
+    with Within(weight_gradients=store):
         weighed(grouped_rows(rows, counts, stack), gates).sum().backward()
     assert stack.up.grad is None and stack.down.grad is None
     store.compute()

@@ -12,7 +12,6 @@ from torch.nn import functional as F
 
 from moe.large_tensors import made_by
 from moe.routings import mixture_by_tokens, routing_of
-from zeroshard.autograd.deferred_gradients import WeightGradients, leaving_to
 from zeroshard.errors import ModelError
 from zeroshard.moe import kernels
 from zeroshard.moe.activations import Activation, Traced, activation_of
@@ -20,6 +19,7 @@ from zeroshard.moe.dispatch import combine, gather_gates, gather_rows, order_of
 from zeroshard.moe.experts import Experts, plain_rows
 from zeroshard.moe.kernels import ExpertStack, check_counts, expert_rows, expert_tokens
 from zeroshard.moe.routing import Routing
+from zeroshard.step.context import WeightGradients, Within
 
 T, D, H, E = 23, 6, 5, 4
 NAMES = ["relu", "relu_squared", "gelu", "gelu_tanh", "silu"]
@@ -211,7 +211,7 @@ def test_products_left_for_later_bit_for_bit(form: str, bias: bool, transposed: 
         for store in stores:
             tokens, gates = (each.detach().requires_grad_() for each in (x, routing.gates))
             inputs += [tokens, gates]
-            with leaving_to(store) if stack is later else nullcontext():
+            with Within(weight_gradients=store) if stack is later else nullcontext():
                 output = expert_tokens(tokens, order_of(routing, E), gates, stack)
                 other = expert_rows(rows, counts, None, stack)
             output.square().sum().backward()
@@ -237,7 +237,7 @@ def test_products_left_for_later_are_added_in_place_and_free_what_they_need() ->
     for parameter in parameters(stack):
         parameter.grad = torch.zeros_like(parameter)
     before = [p.grad.data_ptr() for p in parameters(stack) if p.grad is not None]
-    with leaving_to(store):
+    with Within(weight_gradients=store):
         expert_rows(rows, (4, 0, 0, 5), torch.rand(9), stack).sum().backward()
     (_, make), _ = store._left
     kept = weakref.ref(make)
@@ -245,7 +245,7 @@ def test_products_left_for_later_are_added_in_place_and_free_what_they_need() ->
     store.compute()
     assert kept() is None and [p.grad.data_ptr() for p in parameters(stack) if p.grad is not None] == before
     assert all(p.grad is not None and p.grad.any() for p in parameters(stack))
-    with leaving_to(store):
+    with Within(weight_gradients=store):
         for parameter in parameters(stack):
             parameter.requires_grad_(False)
         assert not expert_rows(rows, (4, 0, 0, 5), None, stack).requires_grad

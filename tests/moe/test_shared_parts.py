@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import zeroshard as zs
 from zeroshard.errors import ModelError, PlanError
-from zeroshard.step.losses import weighing
+from zeroshard.step.context import Within
 
 WIDTH, EXPERTS, STEPS = 6, 5, 3
 BUFFERS = ("rows", "total", "called")
@@ -97,7 +97,7 @@ def plain(name: str, data_ranks: int) -> dict[str, Tensor]:
     for step in range(STEPS):
         updates.zero_grad()
         for rank in range(data_ranks):
-            with weighing(1 / data_ranks):
+            with Within(penalty_weight=1 / data_ranks):
                 (model(data(step, rank)) / data_ranks).backward()
         updates.step()
     return model.state_dict()

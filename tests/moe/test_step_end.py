@@ -13,7 +13,7 @@ from zeroshard.moe.balance import Losses
 from zeroshard.moe.gating import Gating
 from zeroshard.moe.layer import MoE
 from zeroshard.moe.router import Router
-from zeroshard.step.losses import weighing
+from zeroshard.step.context import Within
 
 WIDTH, TOKENS, EXPERTS, STEPS = 6, 8, 5, 4
 BIASED = Gating(choices=2, score="sigmoid", normalise="before", bias_step=0.1, init="normal", init_scale=0.5)
@@ -69,7 +69,7 @@ def alone(gating: Gating, data_ranks: int) -> tuple[dict[str, Tensor], list[list
     updates = optimizer(model.parameters())
     for step in range(STEPS):
         updates.zero_grad()
-        with weighing(1.0):
+        with Within(penalty_weight=1.0):
             model(torch.cat([data(step, rank) for rank in range(data_ranks)])).backward()
         updates.step()
         loads = []
@@ -130,7 +130,7 @@ def test_a_router_of_two_mixtures_moves_once_by_the_load_of_both() -> None:
     for step in range(STEPS):
         engine.train_step(data(step, 0))
         updates.zero_grad()
-        with weighing(1.0):
+        with Within(penalty_weight=1.0):
             literal(data(step, 0)).backward()
         updates.step()
         statistics = [block.mixture.experts.statistics for block in literal.blocks]

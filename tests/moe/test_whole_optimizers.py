@@ -14,7 +14,7 @@ from torch import Tensor
 import zeroshard as zs
 from moe.mixed import EXPERTS, batch, build, take
 from zeroshard.errors import PlanError
-from zeroshard.step.losses import weighing
+from zeroshard.step.context import Within
 
 STEPS = 3
 MODULES, STACKED = {"kind": "starved", "modules": True}, {"kind": "learned"}
@@ -72,7 +72,7 @@ def plain(name: str, model: Any, batch_dims: int | None) -> dict[str, Tensor]:
     for step in range(STEPS):
         optimizer.zero_grad()
         for rank in range(2):
-            with weighing(0.5):
+            with Within(penalty_weight=0.5):
                 (net(batch(step, rank)) / 2).backward()
         optimizer.step()
     return net.state_dict()

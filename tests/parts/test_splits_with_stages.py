@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import zeroshard as zs
-from zeroshard.autograd.deferred_gradients import WeightGradients
 from zeroshard.engine import techniques
 from zeroshard.parts.technique import NewAxis
+from zeroshard.step.context import WeightGradients
 
 STEPS, ROWS, WIDTH = 4, 8, 10
 TWO = {"pipeline_parallel": 2, "pipeline_parallel.balance": "parameters", "microbatches": 4}

@@ -13,6 +13,7 @@ from pool import Pool
 
 import zeroshard as zs
 from zeroshard.errors import BatchError, NonFiniteError, PlanError
+from zeroshard.step.context import Within
 from zeroshard.step.losses import (
     BY_MEAN,
     BY_SUM,
@@ -22,7 +23,6 @@ from zeroshard.step.losses import (
     StepLosses,
     means_alone,
     penalised,
-    weighing,
 )
 from zeroshard.train.gpt import GPT, GPTConfig
 
@@ -176,7 +176,7 @@ def test_gradient_has_penalty_once_at_the_weight_of_the_backward() -> None:
     model(x).sum().backward()
     assert model.w.grad == 3.0 + 2 * 3.0  # a plain backward: weight 1
     model.w.grad = None
-    with weighing(0.25):
+    with Within(penalty_weight=0.25):
         model(x).sum().backward()
     assert model.w.grad == 3.0 + 0.25 * 6.0
 

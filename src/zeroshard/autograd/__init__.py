@@ -1,4 +1,4 @@
-"""Autograd helpers: where the gradient of one parameter is written, and gradients that are computed later.
+"""Autograd helpers: memory into which the gradient of one parameter is written, row by row for embeddings.
 
-Read `gradient_slot`, then `embeddings` and `deferred_gradients`.
+Read `gradient_slot`, then `embeddings`.
 """

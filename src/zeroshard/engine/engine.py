@@ -42,7 +42,8 @@ from zeroshard.platform.accelerator import is_accelerator
 from zeroshard.precision.call import call_with
 from zeroshard.schedule import Layout, PipelineSchedule
 from zeroshard.step.batch import loss_of
-from zeroshard.step.losses import Loss, StepLosses, weighing
+from zeroshard.step.context import Within
+from zeroshard.step.losses import Loss, StepLosses
 from zeroshard.step.sequence import StepOrder, StepResult, Verdict, whole_or_not
 from zeroshard.traffic import merged
 from zeroshard.units.hooks import Hook
@@ -173,7 +174,7 @@ class Engine(Readings):
         self._backward.under_scale = True
         try:
             losses, scale = self._backward.losses, self.loss_scale
-            with weighing(losses.weight(loss, scale)):
+            with Within(penalty_weight=losses.weight(loss, scale)):
                 losses.scaled(loss, scale).backward()
             losses.add(loss)
         finally:

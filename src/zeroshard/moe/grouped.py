@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from zeroshard.autograd.deferred_gradients import WeightGradients, store_for
 from zeroshard.moe.kernels import ExpertStack, check_counts
+from zeroshard.step.context import WeightGradients, store_for
 
 STRIDE = 16  # bytes of which the operator needs rows to be multiples
 

@@ -3,7 +3,7 @@
 [Note: gates] A row's output is g * (h W + b). Its backward knows the gradient G of the token's output: the gradient of
 g is <G W', h> + <G, b>, so outputs of experts need not be saved; g multiplies D-wide rows only, never hidden ones.
 
-[Note: products left for later] Where a store of weight gradients is open (`autograd.deferred_gradients`), the backward
+[Note: products left for later] Where a store of weight gradients is open (`step.context`), the backward
 keeps the inputs of the products that make them: of every row the hidden features and the gradient of what the first
 product made, and G and x as they are. Weights are no inputs of the graph then, as for linear layers.
 
@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from zeroshard.autograd.deferred_gradients import WeightGradients, store_for
 from zeroshard.errors import ModelError
 from zeroshard.moe.activations import Activation
 from zeroshard.moe.dispatch import RowOrder, room_for_choices, sum_choices
 from zeroshard.moe.weight_gradients import StackGradient, Target, make_later
+from zeroshard.step.context import WeightGradients, store_for
 
 TILE = 1024  # rows whose hidden features are made at once
 

@@ -38,8 +38,8 @@ from zeroshard.recompute.context import RecomputeContext
 from zeroshard.recompute.segments import BlockSegment, Call, Region, SavedSlot, read
 from zeroshard.replay.generators import ModelDraws, ReachedGenerators, Source, held_by, sources_among
 from zeroshard.replay.replay import Replay
-from zeroshard.replay.results import Using
 from zeroshard.saved.torch_checkpoint import CHECKPOINTS, is_compiled, recomputed_by_others
+from zeroshard.step.context import Within
 from zeroshard.step.sequence import StepEnd
 from zeroshard.units.hooks import outside
 
@@ -164,7 +164,7 @@ class Recomputation:
         with ExitStack() as stack:
             stack.enter_context(saved_tensors_hooks(*hooks))
             region.saves_sums = self._save_sums and (region.choice is None or region.choice.computed)
-            for context in (Using(region), region.call.operations(region), watching):
+            for context in (Within(kept=region), region.call.operations(region), watching):
                 stack.enter_context(context) if context is not None else None
             return region.call.forward(*args, **kwargs)
 

@@ -31,9 +31,9 @@ from zeroshard.platform.accelerator import is_accelerator
 from zeroshard.recompute.arena import CheckpointArena, PlacedCheckpoint
 from zeroshard.recompute.context import RecomputeContext
 from zeroshard.replay.replay import Replay
-from zeroshard.replay.results import Using
 from zeroshard.replay.samples import OTHER_VALUES, ForwardSamples, agrees
 from zeroshard.saved.kept import Kept
+from zeroshard.step.context import Within
 from zeroshard.units.hooks import place_of
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
@@ -181,7 +181,7 @@ class Region:
         self._contexts = _contexts_now(replay.device)
 
     def once(self, make: Callable[[], Tensor], written: Tensor) -> Tensor:
-        """A result that is made in the forward alone; as `replay.results.KeptResults`."""
+        """A result that is made in the forward alone; as `step.context.KeptResults`."""
         if not self.saves_sums:
             if (number := self._places.pop(place_of(written), None)) is not None:
                 self.copy_kept(number)
@@ -278,7 +278,8 @@ class Region:
                     context.draws(self.call.module),
                 ]
                 mode = self.call.operations(self)
-                contexts += [Using(self), capture.hooks(), *self._contexts(), *([mode] if mode is not None else [])]
+                contexts += [Within(kept=self), capture.hooks(), *self._contexts()]
+                contexts += [mode] if mode is not None else []
                 for each in contexts:
                     stack.enter_context(each)
                 output = self.call.forward(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Replay: a second run of a module's forward, with the random numbers, attributes and results of the first.
+"""Replay: a second run of a module's forward, with the random numbers and attributes of the first.
 
-Read `replay`, then `generators` (random state) and `results` (collectives that run once).
+Read `replay`, then `generators` (random state).
 """

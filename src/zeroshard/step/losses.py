@@ -20,8 +20,7 @@ message is made, which waits for the device by itself.
 import math
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -30,6 +29,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from zeroshard.errors import BatchError, NonFiniteError, PlanError
+from zeroshard.step.context import context
 
 BY_MEAN, BY_SUM = 1, 2
 FIRST_COUNT = 1024.0  # of each data rank, as long as no step has told its own
@@ -276,26 +276,6 @@ def _refuse(reports: Sequence[LossReport]) -> None:
 MARK = "adds_penalty"  # an attribute, true of modules that may call `penalised`
 
 
-class _Weight:
-    """The weight of penalties in the backward under way: one for the process, since autograd has threads of its own."""
-
-    def __init__(self) -> None:
-        self.value: float | Tensor = 1.0
-
-
-_weight = _Weight()
-
-
-@contextmanager
-def weighing(weight: float | Tensor) -> Iterator[None]:
-    """Backwards inside give penalties this weight."""
-    before, _weight.value = _weight.value, weight
-    try:
-        yield
-    finally:
-        _weight.value = before
-
-
 def penalised(activation: Tensor, penalty: Tensor) -> Tensor:
     """The activation, whose backward adds the gradient of the penalty, a scalar, at the weight of the microbatch."""
     result: Tensor = _Penalised.apply(activation, penalty)  # type: ignore[no-untyped-call]
@@ -316,7 +296,7 @@ class _Penalised(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
         dtype, device = ctx.penalty
-        return gradients[0], torch.ones((), dtype=dtype, device=device) * _weight.value
+        return gradients[0], torch.ones((), dtype=dtype, device=device) * context.penalty_weight
 
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

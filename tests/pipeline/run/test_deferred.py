@@ -11,9 +11,9 @@ from engine.models import Plain, batch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zeroshard.autograd.deferred_gradients import WeightGradients
 from zeroshard.pipeline.run import deferred
 from zeroshard.pipeline.run.deferred import Deferral
+from zeroshard.step.context import WeightGradients
 from zeroshard.train.gpt import GPT, GPTConfig
 
 Loss = Callable[[], Tensor]

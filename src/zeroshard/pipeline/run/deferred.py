@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zeroshard.autograd.deferred_gradients import LEAVES, WeightGradients, leaving_to, open_store, store_for
+from zeroshard.step.context import LEAVES, WeightGradients, Within, context, store_for
 
 Sums = Callable[[Tensor, int], Tensor]  # of gradients whose features several ranks hold, along this dimension
 
@@ -50,11 +50,11 @@ class Deferral:
     @property
     def store(self) -> WeightGradients | None:
         """The store of the forward under way."""
-        return open_store()
+        return context.weight_gradients
 
     def into(self, store: WeightGradients) -> AbstractContextManager[None]:
         """Forwards inside leave their weight gradients to `store`."""
-        return leaving_to(store)
+        return Within(weight_gradients=store)
 
 
 class _Linear:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from zeroshard.autograd.deferred_gradients import WeightGradients
 from zeroshard.comm.collectives import Purpose
 from zeroshard.parts.part import MicrobatchRows, Parts
 from zeroshard.pipeline.cut.bypass import Bypass
@@ -26,7 +25,8 @@ from zeroshard.replay.replay import Replay, Replays
 from zeroshard.schedule import Action, Kind, Schedule
 from zeroshard.schedule.actions import COMPUTE
 from zeroshard.schedule.run import Handler, Interpreter
-from zeroshard.step.losses import Loss, weighing
+from zeroshard.step.context import WeightGradients, Within
+from zeroshard.step.losses import Loss
 from zeroshard.step.sequence import Backwards, Run, Updates
 
 Key = tuple[int, int]  # chunk, microbatch
@@ -277,10 +277,10 @@ class Executor:
                     losses, scale = self._backward.losses, self._scale()
                     losses.add(flight.loss)
                     weight = losses.weight(flight.loss, scale)
-                    with weighing(weight):
+                    with Within(penalty_weight=weight):
                         torch.autograd.backward(losses.scaled(flight.loss, scale))
                 elif flight.edge is not None:
-                    with weighing(weight):
+                    with Within(penalty_weight=weight):
                         torch.autograd.backward((flight.edge,), (gradient,))
         finally:
             self._backward.under_scale = False

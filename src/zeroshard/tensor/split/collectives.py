@@ -21,7 +21,7 @@ from zeroshard.comm.collectives import Comm
 from zeroshard.comm.pending import Exchange, Pending, SideBySide
 from zeroshard.parts.place import Axis
 from zeroshard.platform.accelerator import is_accelerator
-from zeroshard.replay.results import current
+from zeroshard.step.context import context
 from zeroshard.traffic import TO_EVALUATE, Purpose
 
 SEQUENCE = -2  # the dimension of positions in [..., T, D]
@@ -341,7 +341,7 @@ class JoinRows(torch.autograd.Function):
 
 def _once(make: Callable[[], Tensor], written: Tensor) -> Tensor:
     """A sum that is made in a forward alone, where its block is to be computed again; it may be in `written`."""
-    results = current()
+    results = context.kept
     return make() if results is None else results.once(make, written)
 
 
