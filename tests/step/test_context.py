@@ -11,12 +11,6 @@ def failing() -> None:
         raise ValueError("inside")
 
 
-def failing() -> None:
-    with Within(weight_gradients=None):
-        assert (context.weight_gradients, context.penalty_weight) == (None, 2.0)
-        raise ValueError("inside")
-
-
 def test_within_gives_one_field_a_value_and_its_former_one_back() -> None:
     store = WeightGradients()
     with Within(weight_gradients=store), Within(penalty_weight=2.0):
