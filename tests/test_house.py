@@ -18,7 +18,7 @@ FILE_LINES, FUNCTION_LINES, PARAMETERS = 500, 60, 8
 FLOORS = {
     "platform.accelerator": -1,  # devices as torch reaches them, on which the ground stands
     "traffic": -1,  # counts of memory and comm
-    **dict.fromkeys(("errors", "version", "memory"), 0),  # the ground, up to comm
+    **dict.fromkeys(("errors", "text", "version", "memory"), 0),  # the ground, up to comm
     "platform": 0.3,  # memory and transports of one machine, real or rehearsed
     "comm": 0.6,
     "kernels": 0.9,  # C++ for every room above

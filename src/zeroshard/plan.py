@@ -1,14 +1,12 @@
 """The plan: everything that decides how a model is trained, in one frozen, validated object."""
 
 import dataclasses
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from zeroshard.errors import PlanError
+from zeroshard.errors import ConfigError, PlanError
 from zeroshard.moe.policy import ExpertParallel
 from zeroshard.offload.policy import Offload
 from zeroshard.parts.settings import (
@@ -27,11 +25,11 @@ from zeroshard.precision.policy import LossScale
 from zeroshard.recompute.policy import RECOMPUTE, Activations, RecomputeName
 from zeroshard.schedule import Loan, PipelineSchedule
 from zeroshard.tensor.policy import TensorParallel
+from zeroshard.text import parse_bytes
 
 if TYPE_CHECKING:
     from torch import nn
 
-UNITS_OF_SIZE = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 SEARCHED = (  # by `Plan.auto`, which keeps all other settings
     *("zero", "shard_group", "microbatches", "activations.recompute", "overlap_gather"),
@@ -419,9 +417,9 @@ class Plan:
                 check_whole(name, getattr(self, name))
         if self.device_memory is not None:
             try:
-                parse_bytes(self.device_memory)
-            except PlanError as error:
-                raise PlanError(f"device_memory: {error}") from None
+                parse_bytes(self.device_memory, "device_memory")
+            except ConfigError as error:
+                raise PlanError(str(error)) from None
 
 
 def upgraded(stored: Mapping[str, Any]) -> dict[str, Any]:
@@ -452,18 +450,3 @@ def option_of(setting: str) -> str:
 def renamed(stored: Mapping[str, Any]) -> dict[str, Any]:
     """A stored plan as it is, or upgraded where an earlier version has stored it."""
     return upgraded(stored) if RENAMED.keys() & stored.keys() else dict(stored)
-
-
-def parse_bytes(size: str | int) -> int:
-    """Bytes from a number or a text such as "512MiB" or "1.5 GB".
-
-    Raises:
-        PlanError: not a size.
-    """
-    match = re.fullmatch(r"\s*([0-9.]+)\s*([KMG]i?B|B|)\s*", str(size))
-    try:
-        unit = UNITS_OF_SIZE[match.group(2)] if match else 1
-        number = match.group(1) if match else ""
-        return int(Fraction(number) * unit) if unit > 1 else int(number)  # no fractions of a byte
-    except ValueError:
-        raise PlanError(f"{size!r} is no size; write bytes, or a number with KiB, MiB, GiB, KB, MB or GB.") from None

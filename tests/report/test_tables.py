@@ -2,7 +2,7 @@ import math
 
 from zeroshard.report.run_folder import ForecastRecord, MemoryRecord, PredictionRow, TrafficRecord, TrainingPoint
 from zeroshard.report.tables import Row, exposed_table, fields_table, memory_table, prediction_table, traffic_table
-from zeroshard.report.wording import DASH
+from zeroshard.text import DASH
 
 
 def _words(row: Row) -> list[str]:

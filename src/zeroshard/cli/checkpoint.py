@@ -19,8 +19,8 @@ from zeroshard.checkpoint import MANIFEST, Reader
 from zeroshard.checkpoint.compare import Comparison, compare
 from zeroshard.checkpoint.folder import find_checkpoint
 from zeroshard.errors import CheckpointError, ConfigError, DamagedError
-from zeroshard.pipeline.partition.cluster import format_size
 from zeroshard.plan import upgraded
+from zeroshard.text import format_bytes
 
 USAGE = """usage: zeroshard checkpoint ls [PATH]        checkpoints of a folder, a run, or all runs (default: runs)
        zeroshard checkpoint verify PATH    read every byte and compare it with its digest
@@ -179,7 +179,7 @@ def _list(options: ListOptions) -> bool:
         table = _table(["checkpoint", "plan"], ["ranks", "size", "age"])
         table.add_column("state", no_wrap=True)
         for line in inside:
-            size, age = format_size(line.nbytes), _age(line.age)
+            size, age = format_bytes(line.nbytes), _age(line.age)
             table.add_row(escape(Path(line.path).name), escape(line.plan), _optional(line.ranks), size, age, line.state)
         _show(console, str(folder), table)
         for line in inside:
@@ -196,7 +196,7 @@ def _verify(options: VerifyOptions) -> bool:
         nbytes = sum(file.nbytes for file in reader.files.values())
         facts |= {"step": reader.facts["step"], "files": len(reader.files), "tensors": len(reader.tensors)}
         facts["nbytes"] = nbytes
-        with Console(stderr=True).status(f"Reading {format_size(nbytes)}"):
+        with Console(stderr=True).status(f"Reading {format_bytes(nbytes)}"):
             problems = list(reader.problems())
     except DamagedError as error:
         problems = [str(error)]
@@ -210,7 +210,7 @@ def _verify(options: VerifyOptions) -> bool:
         console.print(f"{path} is damaged: {_many(len(problems), 'problem')}.", markup=False, soft_wrap=True)
     else:
         content = (
-            f"{_many(facts['files'], 'file')}, {_many(facts['tensors'], 'tensor')}, {format_size(facts['nbytes'])}"
+            f"{_many(facts['files'], 'file')}, {_many(facts['tensors'], 'tensor')}, {format_bytes(facts['nbytes'])}"
         )
         console.print(f"{path} is whole: step {facts['step']}, {content}.", markup=False, soft_wrap=True)
     return not problems
@@ -262,9 +262,9 @@ def _info(options: InfoOptions) -> bool:
     others = {"headers and manifest": {"nbytes": rest}, "all": {"nbytes": found["nbytes"]}}
     for name, kind in {**kinds, **others}.items():
         each = f"{kind['nbytes'] / parameters:,.3f}" if parameters else ""
-        table.add_row(escape(name), _optional(kind.get("tensors")), format_size(kind["nbytes"]), each)
+        table.add_row(escape(name), _optional(kind.get("tensors")), format_bytes(kind["nbytes"]), each)
     _show(console, "\nBytes", table)
-    whole, half = format_size(found["fp32_and_adam_nbytes"]), format_size(found["half_nbytes"])
+    whole, half = format_bytes(found["fp32_and_adam_nbytes"]), format_bytes(found["half_nbytes"])
     text = f"{parameters:,} parameters Ψ: 12Ψ (fp32 and both states of Adam) is {whole}, 2Ψ (16 bits) is {half}."
     console.print(f"\n{text}", markup=False, soft_wrap=True)
     return True

@@ -15,8 +15,8 @@ from zeroshard.doctor.facts import Facts, gather_facts
 from zeroshard.doctor.measure import Effort, measure
 from zeroshard.doctor.profile import PAIR, MachineProfile, Timing, default_path
 from zeroshard.errors import ConfigError
-from zeroshard.pipeline.partition.cluster import format_size
 from zeroshard.report.plain_table import plain_table
+from zeroshard.text import format_bytes
 
 COLOURS = {"ok": "green", "warning": "yellow", "error": "bold red"}
 WIDTHS = (len("warning"), len("measuring network"))  # alike in both tables of findings
@@ -139,7 +139,7 @@ def _rates(profile: MachineProfile) -> Table:
         table.add_row("GPU to host", _rate(profile.host_down))
     table.add_row("disk, written and synced", _rate(profile.disk_write))
     table.add_row("disk, read", _rate(profile.disk_read))
-    table.add_row("host memory, available", format_size(profile.host_memory))
+    table.add_row("host memory, available", format_bytes(profile.host_memory))
     return table
 
 
@@ -163,7 +163,7 @@ def _collectives(profile: MachineProfile, sizes: Sequence[int]) -> Table:
 
 
 def _size(nbytes: int) -> str:
-    return format_size(nbytes).replace(".00", "")
+    return format_bytes(nbytes).replace(".00", "")
 
 
 def _flops(rate: float) -> str:

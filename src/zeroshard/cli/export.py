@@ -18,7 +18,7 @@ from zeroshard.checkpoint.folder import find_checkpoint
 from zeroshard.checkpoint.stream import in_order
 from zeroshard.checkpoint.weights import INDEX, SINGLE
 from zeroshard.errors import CheckpointError, ConfigError
-from zeroshard.pipeline.partition.cluster import format_size, parse_size
+from zeroshard.text import format_bytes, parse_bytes
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CONFIG = "config.json"
@@ -66,7 +66,7 @@ def run_export(argv: Sequence[str]) -> None:
 
     options = parse(ExportOptions, argv, "zeroshard export")
     try:
-        most = parse_size(options.max_shard_size)
+        most = parse_bytes(options.max_shard_size)
     except ConfigError:
         most = 0
     if most < 1:
@@ -185,7 +185,7 @@ def _print(export: Export, reader: Reader, out: Path) -> None:
     """Print the files written, and how to load them."""
     slots = [slot for part in export.shards.values() for slot in part]
     dtypes = ", ".join(sorted({str(slot.dtype).removeprefix("torch.") for slot in slots}))
-    size = format_size(sum(slot.nbytes for slot in slots))
+    size = format_bytes(sum(slot.nbytes for slot in slots))
     print(f"Step {reader.facts['step']} of {reader.path}: {len(slots):,} tensors, {dtypes}, {size}")
     for file in sorted(path.name for path in out.iterdir()):
         print(f"  {out / file}")

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import jinja2
 
 from zeroshard.errors import ConfigError
-from zeroshard.pipeline.partition.cluster import parse_size
+from zeroshard.text import parse_bytes
 
 STOPPED, WRONG = 75, 2  # exit codes of a run: saved on request, and wrong options, data or model
 MEBI = 2**20
@@ -293,7 +293,7 @@ def mebibytes(option: str, size: str) -> int:
         ConfigError: not a size, or less than 1 MiB.
     """
     try:
-        whole = parse_size(size) // MEBI
+        whole = parse_bytes(size) // MEBI
     except ConfigError:
         whole = 0
     if not whole:

@@ -12,11 +12,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from zeroshard.errors import ConfigError, PlanError
-from zeroshard.pipeline.partition.cluster import Cluster, format_size, parse_size
+from zeroshard.pipeline.partition.cluster import Cluster
 from zeroshard.pipeline.partition.pipedream import Partition, PartitionStage, Shape, partition
 from zeroshard.pipeline.partition.profile import LayerCost, Profile
 from zeroshard.pipeline.partition.simulated import SIMULATED, fastest
 from zeroshard.report.plain_table import plain_table
+from zeroshard.text import format_bytes, parse_bytes
 
 RIVALS: dict[str, Shape] = {"data parallel": "data parallel", "straight pipeline": "straight", "one device": "any"}
 
@@ -58,11 +59,11 @@ class PartitionOptions:
         if not 0 <= self.state_copies < math.inf:
             raise ConfigError(f"state_copies is {self.state_copies}; it must be 0 or more and finite.")
         if self.memory is not None:
-            parse_size(self.memory)
+            parse_bytes(self.memory)
 
     def described_cluster(self) -> Cluster:
         """The cluster that the options describe."""
-        memory = None if self.memory is None else parse_size(self.memory)
+        memory = None if self.memory is None else parse_bytes(self.memory)
         if self.cluster is None:
             return Cluster.flat(self.devices or 1, (self.link_gbps or math.inf) * 1e9 / 8, memory)
         cluster = Cluster.load(self.cluster)
@@ -203,7 +204,7 @@ def _stage_table(layers: Sequence[LayerCost], chosen: Partition) -> Table:
             str(stage.replicas),
             *(_milliseconds(t, b) for t, b in zip((*spent, stage.send_seconds), bold, strict=True)),
             str(stage.versions),
-            format_size(stage.memory_bytes),
+            format_bytes(stage.memory_bytes),
         )
     return table
 
@@ -228,7 +229,7 @@ def _rival_table(chosen: Partition, rivals: Sequence[Rival]) -> Table:
             _shape(split.replicas),
             _milliseconds(split.seconds),
             f"{split.throughput:,.3f}",
-            format_size(split.memory_bytes) + ("" if fits else ", over"),
+            format_bytes(split.memory_bytes) + ("" if fits else ", over"),
             style="bold" if split is chosen else "",
         )
     return table

@@ -18,7 +18,6 @@ from rich.text import Text
 from zeroshard.doctor.hardware import Machines
 from zeroshard.doctor.profile import MachineProfile, default_path
 from zeroshard.errors import ConfigError, DataError
-from zeroshard.pipeline.partition.cluster import parse_size
 from zeroshard.plan import Plan
 from zeroshard.planner.predict.predict import predict
 from zeroshard.planner.predict.rehearse import TrainingTask, quiet
@@ -41,6 +40,7 @@ from zeroshard.report.plan_text import (
 )
 from zeroshard.tensor.find.explain import ExplainedLayer, explain, explain_sequences
 from zeroshard.tensor.find.layers import find
+from zeroshard.text import parse_bytes
 from zeroshard.train.config import OptimizerName, TrainConfig
 from zeroshard.train.family import SOURCE, default_plans, largest_table
 from zeroshard.train.gpt import SIZES
@@ -126,7 +126,7 @@ class PlanOptions:
         for name in ("gpu_memory", "host_memory"):
             value = getattr(self, name)
             try:
-                if value is not None and not parse_size(value):
+                if value is not None and not parse_bytes(value):
                     raise ConfigError(f"memory is {value!r}; it must be more than 0.")
             except ConfigError as error:
                 raise ConfigError(f"{name}: {error}") from None
@@ -234,10 +234,10 @@ def described_machines(options: PlanOptions, profile: Path) -> Machines:
     else:
         machines = Machines.of(options.gpu, options.gpus or 1, options.per_node)
     if options.gpu_memory is not None:
-        device = replace(machines.device, memory_bytes=parse_size(options.gpu_memory))
+        device = replace(machines.device, memory_bytes=parse_bytes(options.gpu_memory))
         machines = replace(machines, device=device)
     if options.host_memory is not None:
-        machines = replace(machines, host_memory=parse_size(options.host_memory))
+        machines = replace(machines, host_memory=parse_bytes(options.host_memory))
     return machines
 
 

@@ -15,10 +15,10 @@ from rich.table import Table
 
 from zeroshard.errors import ConfigError
 from zeroshard.pipeline.cut.chain import Chain
-from zeroshard.pipeline.partition.cluster import format_size
 from zeroshard.pipeline.partition.measure import REPEATS, measure
 from zeroshard.pipeline.partition.profile import LayerCost, Profile
 from zeroshard.platform import accelerator
+from zeroshard.text import format_bytes
 from zeroshard.train.model import build_model
 from zeroshard.train.tokenizer import load_tokenizer
 
@@ -149,14 +149,14 @@ def _table(layers: Sequence[LayerCost]) -> Table:
     table.add_column("forward ms", footer=_milliseconds(forward), justify="right", no_wrap=True)
     table.add_column("backward ms", footer=_milliseconds(backward), justify="right", no_wrap=True)
     table.add_column("activation", justify="right", no_wrap=True)
-    table.add_column("saved", footer=format_size(saved), justify="right", no_wrap=True)
-    table.add_column("parameters", footer=format_size(parameters), justify="right", no_wrap=True)
+    table.add_column("saved", footer=format_bytes(saved), justify="right", no_wrap=True)
+    table.add_column("parameters", footer=format_bytes(parameters), justify="right", no_wrap=True)
     for cost in layers:
         table.add_row(
             escape(cost.name),
             _milliseconds(cost.forward_seconds),
             _milliseconds(cost.backward_seconds),
-            *(format_size(n) for n in (cost.activation_bytes, cost.saved_bytes, cost.parameter_bytes)),
+            *(format_bytes(n) for n in (cost.activation_bytes, cost.saved_bytes, cost.parameter_bytes)),
         )
     return table
 

@@ -31,8 +31,9 @@ from zeroshard.errors import (
     Stopped,
     ZeroshardError,
 )
-from zeroshard.report import format_bytes, write_report
+from zeroshard.report import write_report
 from zeroshard.supervisor.fork_server import die_with
+from zeroshard.text import format_bytes
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.option_names import in_options
 from zeroshard.train.run import run

@@ -20,12 +20,12 @@ from zeroshard.pipeline.partition.balance import balance
 from zeroshard.pipeline.partition.profile import Profile
 from zeroshard.report.timeline_figure import time_unit, timeline_svg
 from zeroshard.report.timeline_trace import timeline_trace
-from zeroshard.report.wording import format_bytes
 from zeroshard.schedule.layout import Layout
 from zeroshard.schedule.orders import SCHEDULES, STREAMING
 from zeroshard.schedule.peaks import Peak, peaks
 from zeroshard.schedule.pipeline import PipelineSchedule
 from zeroshard.schedule.simulate import Costs, Simulation, Timeline, simulate
+from zeroshard.text import format_bytes
 from zeroshard.train.options import parse
 
 STAGES, FORWARD_MS, BACKWARD_MS = 4, 1.0, 2.0

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from zeroshard.doctor.facts import Facts
-from zeroshard.pipeline.partition.cluster import format_size
+from zeroshard.text import format_bytes
 
 TESTED_PYTHON = (3, 11)
 TESTED_TORCH = (2, 13)
@@ -92,18 +92,18 @@ def _gpus(facts: Facts) -> Iterator[Finding]:
 
 
 def _memory(facts: Facts) -> Iterator[Finding]:
-    limit, free = facts.memory_limit, format_size(facts.usable_memory)
+    limit, free = facts.memory_limit, format_bytes(facts.usable_memory)
     if limit is not None and limit < facts.memory:
-        found = f"{format_size(limit)} by its cgroup, where the machine shows {format_size(facts.memory)}"
+        found = f"{format_bytes(limit)} by its cgroup, where the machine shows {format_bytes(facts.memory)}"
         way = "Plan with the smaller number (it is in the profile), or raise the container's or the job's limit."
         yield Finding("memory", "warning", found, "equal numbers: programs see the larger one", way)
     else:
-        yield Finding("memory", "ok", f"{format_size(facts.memory)}, {free} available")
+        yield Finding("memory", "ok", f"{format_bytes(facts.memory)}, {free} available")
     if facts.swap_used > SWAPPED:
-        found, needed = f"{format_size(facts.swap_used)} are swapped out", "memory that does not wait for a disk"
+        found, needed = f"{format_bytes(facts.swap_used)} are swapped out", "memory that does not wait for a disk"
         yield Finding("swap", "warning", found, needed, "End processes that hold memory, or plan with less.")
     else:
-        yield Finding("swap", "ok", f"{format_size(facts.swap_used)} swapped out")
+        yield Finding("swap", "ok", f"{format_bytes(facts.swap_used)} swapped out")
 
 
 def _cores(facts: Facts) -> Iterator[Finding]:
@@ -134,10 +134,10 @@ def _shared_memory(facts: Facts) -> Iterator[Finding]:
         found, needed = "there is no /dev/shm", "a tmpfs in which ranks share memory; without it they send"
         yield Finding("shared memory", "warning", found, needed, "Mount a tmpfs there.")
     else:
-        needed = f"{format_size(SHARED_MEMORY)} or more, for ranks of a machine to share memory; without it they send"
+        needed = f"{format_bytes(SHARED_MEMORY)} or more, for ranks of a machine to share memory; without it they send"
         way = "In a container --shm-size 8g; else mount -o remount,size=8G /dev/shm."
         short = Finding(
-            "shared memory", "ok", f"/dev/shm has {format_size(size)}, {format_size(free)} free", needed, way
+            "shared memory", "ok", f"/dev/shm has {format_bytes(size)}, {format_bytes(free)} free", needed, way
         )
         yield _graded(short, free, {"warning": SHARED_MEMORY})
 
@@ -153,7 +153,7 @@ def _limits(facts: Facts) -> Iterator[Finding]:
         else:
             yield Finding(subject, "ok", "no limit" if limit is None else f"the limit is {limit:,}")
     if facts.infiniband and facts.locked_memory is not None:
-        found = f"{format_size(facts.locked_memory)} may be locked, and there is InfiniBand"
+        found = f"{format_bytes(facts.locked_memory)} may be locked, and there is InfiniBand"
         yield Finding("locked memory", "warning", found, "no limit, for its buffers", "ulimit -l unlimited as root.")
 
 
@@ -190,8 +190,8 @@ def _tools(facts: Facts) -> Iterator[Finding]:
         yield Finding("compiler", "warning", found, needed, "Install g++; without torch.compile nothing needs it.")
     else:
         yield Finding("compiler", "ok", facts.compiler)
-    found = f"{format_size(facts.disk_free)} free in {facts.disk}"
-    needed = f"{format_size(DISK_WARNING)} or more, for runs and checkpoints"
+    found = f"{format_bytes(facts.disk_free)} free in {facts.disk}"
+    needed = f"{format_bytes(DISK_WARNING)} or more, for runs and checkpoints"
     short = Finding("disk", "ok", found, needed, "Free some, or keep runs in another folder.")
     yield _graded(short, facts.disk_free, {"error": DISK_ERROR, "warning": DISK_WARNING})
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from zeroshard.errors import ConfigError, PlanError
-from zeroshard.pipeline.partition.cluster import format_size, parse_size
+from zeroshard.text import format_bytes, parse_bytes
 
 Operation = Literal["gather", "exchange", "send"]
 UPDATE_TRAFFIC = 28 / 12  # bytes that a host Adam moves per byte of states: 12 read, 12 written, gradient and weight
@@ -334,7 +334,7 @@ class Machines:
 
     def __str__(self) -> str:
         nodes = f" in {self.nodes} nodes" if self.nodes > 1 else ""
-        return f"{self.count} x {self.device.name} ({format_size(self.device.memory_bytes)}){nodes}"
+        return f"{self.count} x {self.device.name} ({format_bytes(self.device.memory_bytes)}){nodes}"
 
 
 def preset_names() -> list[str]:
@@ -354,11 +354,11 @@ def preset(name: str) -> Device:
     return Device(
         name=entry["name"],
         kind="cuda",
-        memory_bytes=parse_size(entry["memory"]),
+        memory_bytes=parse_bytes(entry["memory"]),
         matrix_flops={dtype: 1e12 * t * efficiency["matrix"] for dtype, t in entry["peak_tflops"].items()},
         memory_bandwidth=1e9 * entry["memory_gbytes"] * efficiency["memory"],
         launch_seconds=assumed["launch_seconds"],
-        overhead_bytes=parse_size(assumed["overhead"]),
+        overhead_bytes=parse_bytes(assumed["overhead"]),
         host_link=1e9 * entry["host_gbytes"] * efficiency["host"],
         source=f"{entry['source']}; {share}.",
     )
@@ -401,7 +401,7 @@ def _machines(table: Mapping[str, Any]) -> Machines:
     for name, link, others in (("inside_gbps", inside, per_node > 1), ("between_gbps", between, nodes > 1)):
         if others and link is None:
             raise ConfigError(f"{name} is missing, and there are several to link; give it in gigabits per second.")
-    memory = parse_size(table["host_memory"]) if "host_memory" in table else None
+    memory = parse_bytes(table["host_memory"]) if "host_memory" in table else None
     bandwidth = _number(table, "host_memory_gbytes")
     unused = Link(math.inf)
     host = None if bandwidth is None else 1e9 * bandwidth
@@ -424,11 +424,11 @@ def _device(table: Mapping[str, Any]) -> Device:
     return Device(
         name=str(table.get("name", "own device")),
         kind=kind,
-        memory_bytes=parse_size(table["memory"]),
+        memory_bytes=parse_bytes(table["memory"]),
         matrix_flops={dtype: 1e12 * (_number(table["tflops"], dtype) or 0.0) for dtype in table["tflops"]},
         memory_bandwidth=1e9 * (_number(table, "memory_gbytes") or 0.0),
         launch_seconds=assumed["launch_seconds"] if launch is None else 1e-6 * launch,
-        overhead_bytes=parse_size(table.get("overhead", assumed["overhead"] if kind != "cpu" else 0)),
+        overhead_bytes=parse_bytes(table.get("overhead", assumed["overhead"] if kind != "cpu" else 0)),
         host_link=None if host is None else 1e9 * host,
         source="As the file says.",
     )

@@ -4,6 +4,5 @@ Read `run_folder` (the files of a run), `page` (the report), then the figures an
 """
 
 from zeroshard.report.page import write_report
-from zeroshard.report.wording import format_bytes
 
-__all__ = ["format_bytes", "write_report"]
+__all__ = ["write_report"]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from zeroshard.report.run_folder import ActivationRecord
 from zeroshard.report.tables import Cell, Row, Table
-from zeroshard.report.wording import DASH, format_bytes, format_decimal, format_exact
+from zeroshard.text import DASH, format_bytes, format_decimal, format_exact
 
 
 def activations_table(rows: Sequence[ActivationRecord]) -> Table | None:

@@ -11,7 +11,7 @@ from zeroshard.report.figure import Figure, LegendEntry
 from zeroshard.report.run_folder import TrainingPoint
 from zeroshard.report.scales import ChartAxis, fitted_axis
 from zeroshard.report.svg import NARROW, WIDE, Canvas, Frame
-from zeroshard.report.wording import format_decimal, format_exact
+from zeroshard.text import format_decimal, format_exact
 
 BOUNDS = (0.05, 0.25, 0.5, 0.8, 1.25, 2.0, 4.0)  # of load over mean load, between the colours
 LEGEND = ("below 0.05", "to 0.25", "to 0.5", "to 0.8", "to 1.25", "to 2", "to 4", "above 4 times the mean")

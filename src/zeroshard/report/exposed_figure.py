@@ -10,7 +10,7 @@ from zeroshard.report.run_folder import TrainingPoint
 from zeroshard.report.scales import ChartAxis, covering_axis, fitted_axis
 from zeroshard.report.series import thin
 from zeroshard.report.svg import NARROW, WIDE, Canvas, Frame, band_path
-from zeroshard.report.wording import format_duration, format_exact
+from zeroshard.text import format_duration, format_exact
 
 _BUCKETS = 360
 _CAUSES = {  # and their colours, which are the same in chart and table, from the foot of the stack up

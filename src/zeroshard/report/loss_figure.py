@@ -11,7 +11,7 @@ from zeroshard.report.run_folder import RunRecord, TrainingPoint, ValidationPoin
 from zeroshard.report.scales import ChartAxis, covering_axis, fitted_axis
 from zeroshard.report.series import running_mean, smoothing_radius, thin
 from zeroshard.report.svg import NARROW, WIDE, Canvas, Frame, Point, crosses_path, dots_path, line_path
-from zeroshard.report.wording import format_decimal, format_exact
+from zeroshard.text import format_decimal, format_exact
 
 _BUCKETS = 900
 _SMOOTH_FROM = 20

@@ -10,7 +10,7 @@ from zeroshard.report.run_folder import MemoryEvent, MemoryStep
 from zeroshard.report.scales import ChartAxis, bytes_axis, fitted_axis
 from zeroshard.report.series import thin
 from zeroshard.report.svg import NARROW, WIDE, Canvas, Frame, band_path
-from zeroshard.report.wording import format_bytes, format_exact
+from zeroshard.text import format_bytes, format_exact
 
 _BUCKETS = 360
 _MARKS = 8

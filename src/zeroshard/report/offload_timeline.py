@@ -30,7 +30,7 @@ from zeroshard.report.timeline_figure import (
     place_axis,
 )
 from zeroshard.report.timeline_section import NAMESPACE, TimelineSection
-from zeroshard.report.wording import format_duration
+from zeroshard.text import format_duration
 from zeroshard.traffic import COMPUTE, DISK, QUEUES, UPDATE
 
 DATA, SVG, TRACE = "timeline-offload.json", "timeline-offload.svg", "timeline-offload-trace.json"

@@ -28,7 +28,7 @@ from zeroshard.report.tables import (
 )
 from zeroshard.report.timeline_section import TimelineSection, write_timelines
 from zeroshard.report.traffic_figure import traffic_figure
-from zeroshard.report.wording import DASH, format_bytes, format_count, format_decimal, format_exact, format_seconds
+from zeroshard.text import DASH, format_bytes, format_count, format_decimal, format_exact, format_seconds
 
 REPORT = "report.html"
 Facts = tuple[tuple[str, str], ...]

@@ -18,8 +18,8 @@ from zeroshard.report.timeline_figure import timeline_svg
 from zeroshard.report.timeline_png import timeline_png
 from zeroshard.report.timeline_section import NAMESPACE, TimelineSection
 from zeroshard.report.timeline_trace import timeline_trace
-from zeroshard.report.wording import format_bytes, format_exact
 from zeroshard.schedule.simulate import Timeline
+from zeroshard.text import format_bytes, format_exact
 
 
 def write_plan(p: Prediction, stem: Path, title: str, notes: tuple[str, ...] = ()) -> list[Path]:

@@ -10,13 +10,13 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from zeroshard.pipeline.partition.cluster import format_size
 from zeroshard.planner.predict.result import Prediction, Refusal, Span
 from zeroshard.planner.search.largest import Largest
 from zeroshard.planner.search.text import MODES, TIME_MODES, alike, categories, seconds, shares, short
 from zeroshard.report.timeline_figure import NAMES
 from zeroshard.schedule.actions import Kind
 from zeroshard.tensor.find.explain import ExplainedLayer
+from zeroshard.text import format_bytes
 
 HEADS = {
     "parameters": "params",
@@ -181,7 +181,7 @@ def memory_picture(p: Prediction, width: int, colour: bool) -> Text:
     top = float(max(highest, p.capacity_bytes) if p.capacity_bytes < NEAR * highest else highest)
     each = top / MEMORY_ROWS
     limit = int((top - p.capacity_bytes) / each) if p.capacity_bytes <= top else None
-    labels = [format_size(top - row * each) if row % 3 == 0 else "" for row in range(MEMORY_ROWS)]
+    labels = [format_bytes(top - row * each) if row % 3 == 0 else "" for row in range(MEMORY_ROWS)]
     margin = max(map(len, labels))
     columns = _columns(p, width - margin - 2)
     out = Text(no_wrap=True)
@@ -199,9 +199,9 @@ def memory_picture(p: Prediction, width: int, colour: bool) -> Text:
         most = max(event.nbytes.get(category, 0) for event in p.events)
         if most:
             out.append(indent).append(looks[category][0] * 2, looks[category][1])
-            out.append(f" {category}, up to {format_size(most)}\n")
+            out.append(f" {category}, up to {format_bytes(most)}\n")
     if limit is not None:
-        out.append(f"{indent}{EDGE * 2} capacity of the device for tensors, {format_size(p.capacity_bytes)}\n")
+        out.append(f"{indent}{EDGE * 2} capacity of the device for tensors, {format_bytes(p.capacity_bytes)}\n")
     return out
 
 
@@ -267,7 +267,7 @@ def causes_table(p: Prediction) -> Table:
 
 def wire_table(p: Prediction) -> Table:
     """Bytes that the rank sends and receives in one step, by purpose."""
-    return _bars("On the wire in one step, on this rank", dict(p.wire_bytes), format_size)
+    return _bars("On the wire in one step, on this rank", dict(p.wire_bytes), format_bytes)
 
 
 def layers_table(rows: Sequence[ExplainedLayer], ranks: int) -> Table:

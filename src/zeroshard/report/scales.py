@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from zeroshard.report.wording import format_bytes
+from zeroshard.text import format_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from zeroshard.report.run_folder import (
     TrafficRecord,
     TrainingPoint,
 )
-from zeroshard.report.wording import (
+from zeroshard.text import (
     DASH,
     format_bytes,
     format_decimal,

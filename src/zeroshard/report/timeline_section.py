@@ -9,7 +9,7 @@ from zeroshard.report.run_folder import Timelines
 from zeroshard.report.timeline_figure import time_unit, timeline_svg
 from zeroshard.report.timeline_png import timeline_png
 from zeroshard.report.timeline_trace import timeline_trace
-from zeroshard.report.wording import format_decimal
+from zeroshard.text import format_decimal
 
 SVG, PNG, TRACE = "timeline.svg", "timeline.png", "timeline-trace.json"
 NAMESPACE = ' xmlns="http://www.w3.org/2000/svg"'  # needed in a file, not in HTML

@@ -8,7 +8,7 @@ from markupsafe import Markup
 from zeroshard.report.figure import Figure, LegendEntry
 from zeroshard.report.run_folder import TrafficRecord
 from zeroshard.report.svg import NARROW, WIDE, Canvas, Frame
-from zeroshard.report.wording import format_count
+from zeroshard.text import format_count
 
 _ROW = 54.0
 _BAR = 12.0

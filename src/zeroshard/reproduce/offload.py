@@ -11,11 +11,11 @@ import torch
 
 from zeroshard.doctor.hardware import Machines
 from zeroshard.memory.ledger import MODEL_STATES, Category
-from zeroshard.pipeline.partition.cluster import format_size
 from zeroshard.plan import Plan
 from zeroshard.planner.predict.predict import predict
 from zeroshard.planner.predict.rehearse import Rehearsed, TrainingTask, rehearse
 from zeroshard.reproduce.claim import Claim, Reading, Say
+from zeroshard.text import format_bytes
 from zeroshard.train.family import gpt_parameters, gpt_task
 from zeroshard.train.gpt import GPTConfig
 
@@ -60,9 +60,9 @@ def one_device(say: Say) -> Iterator[Reading]:
     for what, config, rows, plan, published in SIZES:
         say(what)
         found = predict(_task(config), plan, machine, rows)
-        need = f"{format_size(found.peak_bytes)} of {format_size(found.capacity_bytes)}"
+        need = f"{format_bytes(found.peak_bytes)} of {format_bytes(found.capacity_bytes)}"
         kept = sum(found.host.values())
-        host = f", and {format_size(kept)} of host memory" if kept else ""
+        host = f", and {format_bytes(kept)} of host memory" if kept else ""
         size = f"{_parameters(config) / 1e9:.1f} B, {rows} row{'s' * (rows > 1)}"
         yield Reading(what, published, "fits" if found.fits else "does not fit", note=f"{size}: {need}{host}")
 

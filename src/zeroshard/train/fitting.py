@@ -10,12 +10,12 @@ import torch
 from zeroshard.comm.mesh import Mesh
 from zeroshard.engine.techniques import data_ranks_of
 from zeroshard.errors import BudgetExceeded, ZeroshardError
-from zeroshard.pipeline.partition.cluster import format_size
 from zeroshard.plan import Plan
 from zeroshard.planner.predict.predict import predict
 from zeroshard.planner.predict.result import TEMPORARIES, Prediction
 from zeroshard.planner.search.this_machine import local_machines
 from zeroshard.platform.accelerator import is_accelerator
+from zeroshard.text import format_bytes
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.task import language_task
 from zeroshard.validation.fitting import changed, leaner
@@ -54,8 +54,8 @@ def _way_out(config: TrainConfig, mesh: Mesh, profile: Path | None, budget: int)
         smallest = ceil(needed / (1 - found.margin))
         if smallest <= budget:
             return (
-                f"It fits with: {changed(config.plan, plan)} (a rehearsal took {format_size(needed)} of "
-                f"{format_size(budget)} at the peak, activations included)."
+                f"It fits with: {changed(config.plan, plan)} (a rehearsal took {format_bytes(needed)} of "
+                f"{format_bytes(budget)} at the peak, activations included)."
             )
         if not least or smallest < least:
             closest, least = plan, smallest
@@ -63,7 +63,7 @@ def _way_out(config: TrainConfig, mesh: Mesh, profile: Path | None, budget: int)
         return "No other plan was found that could fit; raise the budget, or use a smaller model."
     options = [changed(config.plan, closest)] if closest != config.plan else []
     return (
-        f"No plan fits into {format_size(budget)}, with or without offload; the smallest budget that works is: "
+        f"No plan fits into {format_bytes(budget)}, with or without offload; the smallest budget that works is: "
         f"{' '.join([*options, f'--device-memory {least}'])}"
     )
 

@@ -17,13 +17,13 @@ import torch
 from zeroshard.comm.collectives import Purpose
 from zeroshard.engine import Engine
 from zeroshard.memory import Disk, HostMemory
-from zeroshard.pipeline.partition.cluster import format_size
 from zeroshard.planner.predict.memory_tracker import Tracker
 from zeroshard.planner.predict.rehearse import by_cause
 from zeroshard.planner.predict.result import TEMPORARIES, Prediction
 from zeroshard.planner.search.text import seconds as time_text
 from zeroshard.platform import accelerator
 from zeroshard.platform.accelerator import is_accelerator
+from zeroshard.text import format_bytes
 
 STEPS = 20  # before the comparison
 TRACKED, TIMED = 5, 6  # the step whose allocations are tracked; the first step whose time counts
@@ -212,19 +212,19 @@ class ForecastComparison:
         """The comparison as lines of text."""
         p, m = self.prediction, self.measured
         sent, found = sum(_compared(p.wire_bytes).values()), sum(_compared(m.wire).values())
-        wire = "equal" if _compared(p.wire_bytes) == _compared(m.wire) else f"measured {format_size(found)}"
+        wire = "equal" if _compared(p.wire_bytes) == _compared(m.wire) else f"measured {format_bytes(found)}"
         host, stalls = (sum(p.host.values()), sum(m.host.values())), self._stalls
         lower = [("host", *host), ("disk", p.disk_bytes, m.disk)]
         return [
             f"predicted against measured after {self.steps} steps, rank {p.rank}:",
-            f"  memory  predicted {format_size(p.peak_bytes)}, measured {format_size(m.peak_bytes)} "
+            f"  memory  predicted {format_bytes(p.peak_bytes)}, measured {format_bytes(m.peak_bytes)} "
             f"({_off(m.peak_bytes, p.peak_bytes)})",
             *(
-                f"  {tier}    predicted {format_size(planned)}, measured {format_size(held)} ({_off(held, planned)})"
+                f"  {tier}    predicted {format_bytes(planned)}, measured {format_bytes(held)} ({_off(held, planned)})"
                 for tier, planned, held in lower
                 if planned or held
             ),
-            f"  wire    predicted {format_size(sent)} per step, {wire}",
+            f"  wire    predicted {format_bytes(sent)} per step, {wire}",
             f"  time    predicted {time_text(p.seconds)} per step, measured {time_text(m.wall)} "
             f"({_off(m.wall, p.seconds)}), CPU time {time_text(m.cpu)}",
             *(
@@ -291,7 +291,7 @@ class ForecastComparison:
         name, (predicted, measured) = _furthest(_pairs(p.memory, m.memory))
         return (
             f"memory is {_off(m.peak_bytes, p.peak_bytes)} off the prediction, more than {MEMORY_BAR:.0%}; most of it "
-            f"is in {name}: predicted {format_size(predicted)}, measured {format_size(measured)}."
+            f"is in {name}: predicted {format_bytes(predicted)}, measured {format_bytes(measured)}."
         )
 
     def _lower_tiers(self) -> str:
@@ -303,7 +303,7 @@ class ForecastComparison:
         name, (one, other) = _furthest(pairs)
         return (
             f"memory below the device is {_off(found, predicted)} off the prediction, more than {MEMORY_BAR:.0%}; most "
-            f"of it is in {name}: predicted {format_size(one)}, measured {format_size(other)}."
+            f"of it is in {name}: predicted {format_bytes(one)}, measured {format_bytes(other)}."
         )
 
     def _wire(self) -> str:

@@ -20,9 +20,9 @@ from zeroshard.comm.mesh import Mesh
 from zeroshard.engine import Engine, StepResult, Trace
 from zeroshard.engine.techniques import together_of
 from zeroshard.errors import BudgetExceeded, CheckpointWarning, NonFiniteError, RoutingWarning, Stopped
-from zeroshard.pipeline.partition.cluster import format_size
 from zeroshard.planner.search.text import short
 from zeroshard.resilience import Stragglers
+from zeroshard.text import format_bytes
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.corpus import Batches, Corpus, files_corpus, standard_library_corpus, validation_windows
 from zeroshard.train.fitting import with_plan_that_fits
@@ -177,7 +177,7 @@ class Run:
         ranks = f"{mesh.ranks} rank{'s' * (mesh.ranks > 1)} on {mesh.device.type}"
         return {
             "model": f"{config.model}, {self.built.parameters:,} parameters",
-            "data": f"{corpus.name}, {corpus.files} files, {format_size(len(corpus.train))} to train on",
+            "data": f"{corpus.name}, {corpus.files} files, {format_bytes(len(corpus.train))} to train on",
             "plan": f"{short(config.plan, mesh.ranks)}; {ranks}; {rows} rows of {config.sequence} tokens per step",
             **({"owners": engine.owners} if engine.owners else {}),
             "run": str(self.folder.path),

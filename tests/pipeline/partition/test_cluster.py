@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from zeroshard.errors import ConfigError
-from zeroshard.pipeline.partition.cluster import Cluster, Level, format_size, parse_size
+from zeroshard.pipeline.partition.cluster import Cluster, Level
 
 TWO = """memory = "16GiB"
 [[level]]
@@ -76,19 +76,3 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 def test_a_cluster_has_levels() -> None:
     with pytest.raises(ConfigError, match="one level or more"):
         Cluster(())
-
-
-@pytest.mark.parametrize("text, size", [("16GiB", 2**34), ("1.5 KB", 1500), ("7", 7), (7, 7), (" 3 B ", 3)])
-def test_sizes(text: str | int, size: int) -> None:
-    assert parse_size(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "GiB", "-1", "1..5GiB", "3 XB", "1e9"])
-def test_what_is_no_size(text: str) -> None:
-    with pytest.raises(ConfigError, match="KiB, MiB, GiB"):
-        parse_size(text)
-
-
-@pytest.mark.parametrize("size, text", [(0, "0 B"), (1023, "1023 B"), (1536, "1.50 KiB"), (5 * 2**40, "5,120.00 GiB")])
-def test_sizes_as_people_read_them(size: int, text: str) -> None:
-    assert format_size(size) == text

@@ -1,23 +1,21 @@
 """A cluster as PipeDream's partitioner sees it: levels of equal components, each level with its bandwidth."""
 
 import math
-import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from fractions import Fraction
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
 from typing import Any
 
 from zeroshard.errors import ConfigError
+from zeroshard.text import format_bytes, parse_bytes
 
 BITS = 8
 EXAMPLE = (
     '[[level]], count = 4, gbps = 100, from the innermost level outwards, and above them memory = "16GiB" if limited'
 )
-SIZES = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,30 +92,12 @@ class Cluster:
         return self.sizes[-1]
 
     def __str__(self) -> str:
-        memory = "" if self.memory_bytes is None else f", {format_size(self.memory_bytes)} each"
+        memory = "" if self.memory_bytes is None else f", {format_bytes(self.memory_bytes)} each"
         if self.devices == 1:
             return f"1 device{memory}"
         shape = " x ".join(str(level.count) for level in reversed(self.levels))
         speeds = ", then ".join(f"{level.bandwidth * BITS / 1e9:,.4g}" for level in self.levels)
         return f"{shape} devices at {speeds} Gb/s{memory}"
-
-
-def parse_size(size: str | int) -> int:
-    """Bytes from a number or a text such as "16GiB".
-
-    Raises:
-        ConfigError: not a size.
-    """
-    match = re.fullmatch(r"\s*(\d+\.?\d*)\s*([KMG]i?B|B|)\s*", str(size))
-    if match is None:
-        raise ConfigError(f"memory is {size!r}; write bytes, or a number with KiB, MiB, GiB, KB, MB or GB.")
-    return int(Fraction(match[1]) * SIZES[match[2]])
-
-
-def format_size(size: float) -> str:
-    """Bytes as people read them: 1536 is 1.50 KiB."""
-    unit = next((unit for unit in ("GiB", "MiB", "KiB") if abs(size) >= SIZES[unit]), "B")
-    return f"{size:.0f} B" if unit == "B" else f"{size / SIZES[unit]:,.2f} {unit}"
 
 
 def _cluster(table: Mapping[str, Any]) -> Cluster:
@@ -132,7 +112,7 @@ def _cluster(table: Mapping[str, Any]) -> Cluster:
         raise ConfigError(f'memory is {memory!r}; write bytes, or a text such as "16GiB".')
     return Cluster(
         tuple(_level(number, level) for number, level in enumerate(levels, 1)),
-        None if memory is None else parse_size(memory),
+        None if memory is None else parse_bytes(memory),
     )
 
 

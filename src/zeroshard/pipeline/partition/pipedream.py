@@ -21,8 +21,9 @@ from itertools import accumulate
 from typing import Literal
 
 from zeroshard.errors import PlanError
-from zeroshard.pipeline.partition.cluster import Cluster, format_size
+from zeroshard.pipeline.partition.cluster import Cluster
 from zeroshard.pipeline.partition.profile import LayerCost
+from zeroshard.text import format_bytes
 
 Shape = Literal["any", "straight", "data parallel"]
 SHAPES = ("any", "straight", "data parallel")
@@ -148,9 +149,9 @@ def _does_not_fit(task: "_Task") -> PlanError:
     whole = replace(task, objective=_Memory(), limit=None).table(len(task.cluster.levels), Fraction(0))
     least, limit = math.ceil(whole.best(0, len(task.layers) - 1)), task.limit or 0
     return PlanError(
-        f"No split of the {len(task.layers)} layers over {task.cluster.devices} devices fits into {format_size(limit)} "
-        f"per device: the leanest needs {format_size(least)}, {format_size(least - limit)} more. Use devices with more "
-        f"memory, more devices, or a profile with fewer rows per microbatch."
+        f"No split of the {len(task.layers)} layers over {task.cluster.devices} devices fits into "
+        f"{format_bytes(limit)} per device: the leanest needs {format_bytes(least)}, {format_bytes(least - limit)} "
+        f"more. Use devices with more memory, more devices, or a profile with fewer rows per microbatch."
     )
 
 

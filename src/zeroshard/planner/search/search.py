@@ -25,7 +25,6 @@ from zeroshard.doctor.hardware import Machines
 from zeroshard.errors import PlanError, ZeroshardError
 from zeroshard.offload import choice as offload
 from zeroshard.pipeline import choice as pipeline
-from zeroshard.pipeline.partition.cluster import format_size
 from zeroshard.plan import Plan
 from zeroshard.planner.choices import choices_of
 from zeroshard.planner.predict.cuts import Layers, layers_of
@@ -40,6 +39,7 @@ from zeroshard.planner.search.progress import SearchProgress
 from zeroshard.planner.search.text import lacking, short
 from zeroshard.planning.offers import Divided, Offer, Refused, Site
 from zeroshard.tensor import choice as tensor
+from zeroshard.text import format_bytes
 from zeroshard.zero import choice as zero
 
 OFFERS: tuple[Callable[[Site], Iterator[Offer | Refused]], ...] = (zero.offers, pipeline.offers)
@@ -368,7 +368,9 @@ class _Search:
         needed = least_bytes(self._sizes_of(), plan, self.machines.count)
         if needed <= room or any(choice.exhausted for choice in choices_of(plan)):
             return False
-        why = f"Its model states alone take {format_size(needed)} on every rank, and a device has {format_size(room)}."
+        why = (
+            f"Its model states alone take {format_bytes(needed)} on every rank, and a device has {format_bytes(room)}."
+        )
         self._refuse(plan, rows, why, self._way_out(plan, needed))
         return True
 
@@ -379,7 +381,7 @@ class _Search:
             changed = (self.base if remedy.anew else plan).with_settings(remedy.settings)
             if remedy.certain or least_bytes(self._sizes_of(), changed, remedy.ranks) <= room:
                 return remedy.sentence
-        return f"Devices with {format_size(needed)} or more would hold them."
+        return f"Devices with {format_bytes(needed)} or more would hold them."
 
     def _refuse(self, plan: Plan, rows: int, why: str, way_out: str) -> None:
         self.refused.append(Refusal(plan, rows, why, way_out))

@@ -4,11 +4,11 @@ import re
 from collections.abc import Iterable, Sequence
 
 from zeroshard.memory.ledger import Category
-from zeroshard.pipeline.partition.cluster import format_size
 from zeroshard.plan import Plan
 from zeroshard.planner.choices import choices_of
 from zeroshard.planner.predict.result import Prediction, Refusal
 from zeroshard.planning.questions import LeftOut
+from zeroshard.text import format_bytes
 
 MODES = {
     "fake": "the engine itself ran a step on tensors without values, and every allocation was counted",
@@ -49,20 +49,20 @@ def describe(prediction: Prediction) -> list[str]:
         f"{short(p.plan, p.ranks)}; {p.ranks} rank{'s' * (p.ranks > 1)}, {p.batch} row{'s' * (p.batch > 1)} per {each}"
         " and step.",
         *filter(None, [p.owners]),
-        f"Memory: {format_size(p.peak_bytes)} of {format_size(p.capacity_bytes)} at the peak on rank {p.rank}, {room}: "
-        f"{_parts(p.memory.items())}.",
+        f"Memory: {format_bytes(p.peak_bytes)} of {format_bytes(p.capacity_bytes)} at the peak on rank {p.rank}, "
+        f"{room}: {_parts(p.memory.items())}.",
         f"Time: {seconds(p.seconds)} per step, {p.tokens_per_second:,.0f} tokens/s, bound by {p.bound}: "
         + ", ".join(f"{cause} {share:.0%}" for cause, share in shares(p).items() if share >= 0.005)
         + ".",
     ]
     sent = {purpose: nbytes for purpose, nbytes in p.wire_bytes.items() if nbytes}
     if sent:
-        sentences.append(f"Wire: {format_size(sum(sent.values()))} per step on this rank: {_parts(sent.items())}.")
+        sentences.append(f"Wire: {format_bytes(sum(sent.values()))} per step on this rank: {_parts(sent.items())}.")
     kept = _parts(p.host.items())
     on_node = f"on one node, of each rank: {kept}" if kept else "on one node"
     for tier, nbytes, whose in (("Host", p.host_bytes, on_node), ("Disk", p.disk_bytes, "of each rank")):
         if nbytes:
-            sentences.append(f"{tier}: {format_size(nbytes)} {whose}.")
+            sentences.append(f"{tier}: {format_bytes(nbytes)} {whose}.")
     sentences += [
         f"How memory was found ({p.mode}): {MODES[p.mode]}.",
         f"How time was found ({p.time_mode}): {TIME_MODES[p.time_mode]}.",
@@ -74,13 +74,13 @@ def lacking(prediction: Prediction) -> tuple[str, str]:
     """Which memory is too small for a plan that does not fit, and the way out, a sentence each."""
     p, need = prediction, prediction.smallest_capacity_bytes
     use = "A checkpoint on its way to the disk needs"
-    larger = f"A device with {format_size(need)} for tensors would hold it."
+    larger = f"A device with {format_bytes(need)} for tensors would hold it."
     for choice in choices_of(p.plan):
         use, larger = choice.on_host(use), choice.budget(need, larger)
-    held, room = format_size(p.host_bytes), format_size(p.host_capacity_bytes or 0)
+    held, room = format_bytes(p.host_bytes), format_bytes(p.host_capacity_bytes or 0)
     host = f"{use} {held} of each node's host memory, which is {room}."
     more_host = f"Nodes with {held} of host memory would hold it."
-    device = f"The fullest rank needs {format_size(p.peak_bytes)} of {format_size(p.capacity_bytes)} at the peak."
+    device = f"The fullest rank needs {format_bytes(p.peak_bytes)} of {format_bytes(p.capacity_bytes)} at the peak."
     return {"host": (host, more_host), "device": (device, larger)}[p.full[0]]
 
 
@@ -91,7 +91,7 @@ def left_out(prediction: Prediction) -> list[LeftOut]:
 
 def _parts(parts: Iterable[tuple[str, int]]) -> str:
     """Sizes by name, the largest first, without those of 0 bytes."""
-    return ", ".join(f"{name} {format_size(n)}" for name, n in sorted(parts, key=lambda part: -part[1]) if n)
+    return ", ".join(f"{name} {format_bytes(n)}" for name, n in sorted(parts, key=lambda part: -part[1]) if n)
 
 
 def shares(prediction: Prediction) -> dict[str, float]:

@@ -2,15 +2,17 @@ import math
 
 import pytest
 
-from zeroshard.report import format_bytes
-from zeroshard.report.wording import (
+from zeroshard.errors import ConfigError
+from zeroshard.text import (
     DASH,
+    format_bytes,
     format_count,
     format_decimal,
     format_difference,
     format_duration,
     format_exact,
     format_seconds,
+    parse_bytes,
 )
 
 
@@ -24,7 +26,7 @@ from zeroshard.report.wording import (
         (1536, "1.50 KiB"),
         (5 * 1024**2, "5.00 MiB"),
         (3 * 1024**3, "3.00 GiB"),
-        (4096 * 1024**3, "4096.00 GiB"),
+        (4096 * 1024**3, "4,096.00 GiB"),
         (-1536, "−1.50 KiB"),
         (math.nan, DASH),
         (math.inf, DASH),
@@ -65,3 +67,35 @@ def test_times_and_decimals() -> None:
     assert format_seconds(3723) == "1 h 02 min"
     assert format_seconds(3599.9) == "1 h 00 min"
     assert format_decimal(math.nan) == DASH
+
+
+@pytest.mark.parametrize(
+    "size, expected",
+    [
+        (0, 0),
+        (123, 123),
+        ("123", 123),
+        ("7B", 7),
+        ("1KB", 1000),
+        ("1KiB", 1024),
+        ("512MiB", 536_870_912),
+        ("2MB", 2_000_000),
+        ("1.5GiB", 1_610_612_736),
+        ("0.5 GB", 500_000_000),
+        ("  3 KiB ", 3072),
+        (" 3 B ", 3),
+        (".5 KB", 500),
+        (2**53 + 1, 9_007_199_254_740_993),
+    ],
+)
+def test_parse_bytes(size: str | int, expected: int) -> None:
+    assert parse_bytes(size) == expected
+
+
+NO_SIZES = "|B|1.2.3MiB|.|-1|1e9|1 TB|1mib|1Mi|MiB 1|1 MiB 2|nan|inf|1.5|1.5 B|GiB|1..5GiB|3 XB"
+
+
+@pytest.mark.parametrize("size", [*NO_SIZES.split("|"), 1.5])
+def test_what_is_no_size(size: str) -> None:
+    with pytest.raises(ConfigError, match="KiB, MiB, GiB"):
+        parse_bytes(size)

@@ -1,9 +1,14 @@
-"""Numbers as text. A number that is not known is NaN in this package and an en dash on the page."""
+"""Numbers as text: sizes, counts, shares and times; an unknown number is NaN, and an en dash as text."""
 
 import math
+import re
+from fractions import Fraction
+
+from zeroshard.errors import ConfigError
 
 DASH = "\N{EN DASH}"
 MINUS = "\N{MINUS SIGN}"
+_UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 _BYTE_UNITS = ("B", "KiB", "MiB", "GiB")
 _COUNT_UNITS = ("", "k", "M", "G", "T")
 
@@ -17,13 +22,27 @@ def _scaled(value: float, base: float, units: tuple[str, ...], decimals: int) ->
     return value, units[-1]
 
 
+def parse_bytes(size: str | int, name: str = "memory") -> int:
+    """``"1.5 GB"`` -> ``1500000000``.
+
+    Raises:
+        ConfigError: no size; `name` is the setting with this value.
+    """
+    match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([KMG]i?B|B|)\s*", str(size), re.ASCII)
+    number, unit = (Fraction(match[1]), _UNITS[match[2]]) if match else (Fraction(0), 0)
+    if not unit or (unit == 1 and "." in str(size)):  # no fractions of a byte
+        raise ConfigError(f"{name} is {size!r}; write bytes, or a number with KiB, MiB, GiB, KB, MB or GB.")
+    return int(number * unit)
+
+
 def format_bytes(n: float) -> str:
     """``1536`` -> ``1.50 KiB``; whole bytes without decimals, everything else with two."""
     if not math.isfinite(n):
         return DASH
     value, unit = _scaled(n, 1024.0, _BYTE_UNITS, 2)
-    whole = unit == "B" and float(value).is_integer()
-    return _signed(f"{value:.{0 if whole else 2}f} {unit}")
+    if unit == "B":
+        return _signed(f"{value:.{0 if float(value).is_integer() else 2}f} B")
+    return _signed(f"{value:,.2f} {unit}")
 
 
 def format_count(n: float) -> str:
