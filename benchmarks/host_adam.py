@@ -54,8 +54,8 @@ def our_rows(n: int, threads: int, gradient: Any, out: Any, full: Any, in_fp32: 
     """zeroshard's; `full` are the states, which all rows with fp32 states share, `in_fp32` a gradient in fp32."""
     import torch
 
-    from zeroshard.optim import kernel
-    from zeroshard.optim.host_adam import Blockwise, HostStates, Scalars, StateSplit, adam_update, describe, using
+    from zeroshard.optim.host import kernel
+    from zeroshard.optim.host.adam import Blockwise, HostStates, Scalars, StateSplit, adam_update, describe, using
 
     scalars = Scalars.of(GROUP, 5, decoupled=True)
     small = HostStates(torch.randn(n), full.exp_avg.bfloat16(), full.exp_avg_sq.bfloat16())
@@ -135,7 +135,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Seconds of CPU and of wall clock per element, row by row."""
     import torch
 
-    from zeroshard.optim.host_adam import HostStates
+    from zeroshard.optim.host.adam import HostStates
 
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)

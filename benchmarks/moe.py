@@ -42,10 +42,10 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import zeroshard as zs
-from zeroshard.moe.dispatch import combine, gather_gates, gather_rows, order_of
-from zeroshard.moe.experts import plain_rows
+from zeroshard.moe.exchange.dispatch import combine, gather_gates, gather_rows, order_of
+from zeroshard.moe.experts.experts import plain_rows
 from zeroshard.moe.layer import FeedForwardLayer
-from zeroshard.moe.presets import router_of
+from zeroshard.moe.routing.presets import router_of
 
 TOKENS, WIDTH, HIDDEN = 8192, 512, 2048
 SKEW = 3.7

@@ -37,8 +37,8 @@ import torch
 from ranks import circumstances
 
 import zeroshard as zs
-from zeroshard.moe.replace import Upcycling, replace_ffn
-from zeroshard.moe.statistics import Statistics
+from zeroshard.moe.convert.replace import Upcycling, replace_ffn
+from zeroshard.moe.routing.statistics import Statistics
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.corpus import Batches, validation_windows
 from zeroshard.train.gpt import GPT, GPTConfig

@@ -7,7 +7,7 @@ from torch import Tensor
 
 import zeroshard as zs
 from zeroshard.memory.ledger import Arena
-from zeroshard.optim.spans import SpanOptimizer
+from zeroshard.optim.slices.spans import SpanOptimizer
 from zeroshard.parts.axes import Axes
 from zeroshard.parts.gradients import Gradients
 from zeroshard.parts.part import LateUpdates

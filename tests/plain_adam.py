@@ -1,7 +1,7 @@
 """Plain loops of the tests, in which Adam on CPUs is the engine's, so that runs are compared with them bit for bit.
 
-The update itself is held against its equations and against torch's own loop in tests/optim/test_host_adam.py, and that
-an engine's optimizer has it in tests/optim/test_in_memory.py. `foreach=False` asks for torch's own loop in both.
+The update itself is held against its equations and against torch's own loop in tests/optim/host/test_adam.py, and that
+an engine's optimizer has it in tests/optim/host/test_in_memory.py. `foreach=False` asks for torch's own loop in both.
 """
 
 from typing import Any

@@ -337,7 +337,7 @@ TERMS = {  # the field's terms, and the part of a path in which each is looked f
     "gradient accumulation": "gradient_accumulation",
     "the hang detector": "hang_detector",
     "shared memory": "shared_memory",
-    "host Adam": "host_adam",
+    "host Adam": "host/adam",
     "weight stashing": "weight_stashing",
     "checkpoint commit": "checkpoint/commit",
     "the planner's memory tracker": "planner/predict/memory_tracker",

@@ -18,7 +18,8 @@ FROM_THE_WHEEL = """
 import json, torch
 from zeroshard.saved.codes.kernels import SOURCE, Kernels
 from zeroshard.rng import philox
-from zeroshard.optim import host_adafactor, kernel
+from zeroshard.optim.host import adafactor as host_adafactor
+from zeroshard.optim.host import kernel
 flags = torch.tensor([True, False, True])
 packed, back = torch.zeros(1, dtype=torch.uint8), torch.zeros(3, dtype=torch.bool)
 library = Kernels()

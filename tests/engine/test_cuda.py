@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import zeroshard as zs
 from zeroshard.doctor.hardware import Machines
 from zeroshard.errors import BudgetExceeded
-from zeroshard.moe.grouped import fits, grouped_rows
-from zeroshard.optim import owners
+from zeroshard.moe.experts.grouped import fits, grouped_rows
+from zeroshard.optim.slices import owners
 from zeroshard.planner.predict.predict import predict
 from zeroshard.planner.predict.rehearse import TrainingTask
 from zeroshard.platform.transport import Network

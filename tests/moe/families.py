@@ -7,9 +7,9 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from zeroshard.moe.dispatch import combine, gather_gates, gather_rows, order_of
-from zeroshard.moe.families import FoundExperts, find_experts
-from zeroshard.moe.routing import Routing
+from zeroshard.moe.exchange.dispatch import combine, gather_gates, gather_rows, order_of
+from zeroshard.moe.experts.families import FoundExperts, find_experts
+from zeroshard.moe.routing.record import Routing
 
 VOCABULARY = 29
 TEXT: dict[str, Any] = {

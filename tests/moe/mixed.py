@@ -9,8 +9,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
-from zeroshard.moe.experts import ExpertModules, Experts
-from zeroshard.moe.routing import Routing
+from zeroshard.moe.experts.experts import ExpertModules, Experts
+from zeroshard.moe.routing.record import Routing
 from zeroshard.step.context import Within
 from zeroshard.step.losses import penalised
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from zeroshard.moe.routing import Routing
+from zeroshard.moe.routing.record import Routing
 
 
 def routing_of(tokens: int, experts: int, k: int, drops: float = 0.0, dtype: torch.dtype = torch.float32) -> Routing:

@@ -9,7 +9,7 @@ from pool import Pool
 from selection import by_default
 
 import zeroshard as zs
-from zeroshard.moe.families import find_experts
+from zeroshard.moe.experts.families import find_experts
 
 pytest.importorskip("transformers")
 from engine.zoo import STEPS, Case, alone, batch, check, engine_for, train

@@ -7,9 +7,9 @@ import torch
 from pool import Pool
 
 import zeroshard as zs
-from zeroshard.moe.balance import Losses
-from zeroshard.moe.gating import Gating
-from zeroshard.moe.router import Router
+from zeroshard.moe.routing.balance import Losses
+from zeroshard.moe.routing.gating import Gating
+from zeroshard.moe.routing.router import Router
 from zeroshard.train.gpt import GPT, GPTConfig
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from zeroshard.moe.capacity import Capacity
-from zeroshard.moe.presets import router_of
-from zeroshard.moe.router import Router
+from zeroshard.moe.routing.capacity import Capacity
+from zeroshard.moe.routing.presets import router_of
+from zeroshard.moe.routing.router import Router
 
 TOKENS, WIDTH, EXPERTS = 256, 16, 8
 

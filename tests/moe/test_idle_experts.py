@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import zeroshard as zs
 from moe.mixed import WIDTH
-from zeroshard.moe.families import find_experts
+from zeroshard.moe.experts.families import find_experts
 
 EXPERTS, STEPS, ROWS = 4, 4, 4  # expert number = token number; rows of each data rank
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

@@ -16,10 +16,10 @@ from selection import by_default
 
 import zeroshard as zs
 from moe.mixed import EXPERTS, HIDDEN, WIDTH, batch, build, engine_of, follow, follow_all, optimizer, plain, take
-from zeroshard.moe import technique
 from zeroshard.moe.byte_formulas import balanced as balanced_formula
 from zeroshard.moe.byte_formulas import states_of
-from zeroshard.moe.weight_gradients import StackGradient
+from zeroshard.moe.exchange import technique
+from zeroshard.moe.experts.weight_gradients import StackGradient
 from zeroshard.parts.axes import Axes
 from zeroshard.pipeline.run.chunks import Chunks
 from zeroshard.step.context import WeightGradients

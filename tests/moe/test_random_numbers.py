@@ -9,8 +9,8 @@ from pool import Pool
 from torch import Tensor, nn
 
 import zeroshard as zs
-from zeroshard.moe.presets import router_of
-from zeroshard.moe.routing import Routing
+from zeroshard.moe.routing.presets import router_of
+from zeroshard.moe.routing.record import Routing
 
 ROWS, SEQUENCE, WIDTH, EXPERTS = 8, 6, 5, 4
 DRAWING = {  # presets with each kind of draw: [T, E] normal, [T, width] uniform, [T] uniform, [T, E] exponential

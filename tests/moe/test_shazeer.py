@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from moe.equations import kth_excluding, phi, squared_cv
-from zeroshard.moe.balance import chances, squared_variation
-from zeroshard.moe.presets import router_of
-from zeroshard.moe.router import Router
+from zeroshard.moe.routing.balance import chances, squared_variation
+from zeroshard.moe.routing.presets import router_of
+from zeroshard.moe.routing.router import Router
 
 TOKENS, WIDTH, EXPERTS, K = 40, 6, 8, 3
 

@@ -9,10 +9,10 @@ from selection import by_default
 from torch import Tensor, nn
 
 import zeroshard as zs
-from zeroshard.moe.balance import Losses
-from zeroshard.moe.gating import Gating
 from zeroshard.moe.layer import MoE
-from zeroshard.moe.router import Router
+from zeroshard.moe.routing.balance import Losses
+from zeroshard.moe.routing.gating import Gating
+from zeroshard.moe.routing.router import Router
 from zeroshard.step.context import Within
 
 WIDTH, TOKENS, EXPERTS, STEPS = 6, 8, 5, 4

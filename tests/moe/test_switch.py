@@ -11,8 +11,8 @@ from transformers import SwitchTransformersConfig
 from transformers.models.switch_transformers import modeling_switch_transformers as hf
 
 import zeroshard as zs
-from zeroshard.moe.presets import router_of
-from zeroshard.moe.routing import Routing
+from zeroshard.moe.routing.presets import router_of
+from zeroshard.moe.routing.record import Routing
 from zeroshard.precision.cast import Precision, keep_in_fp32
 from zeroshard.step.losses import penalised
 

@@ -9,8 +9,8 @@ from selection import by_default
 from torch import Tensor, nn
 
 import zeroshard as zs
-from zeroshard.moe.experts import ExpertModules
-from zeroshard.moe.routing import Routing
+from zeroshard.moe.experts.experts import ExpertModules
+from zeroshard.moe.routing.record import Routing
 from zeroshard.units import find_units
 
 

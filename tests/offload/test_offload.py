@@ -23,7 +23,7 @@ from zeroshard.errors import BudgetExceeded, ModelError, OffloadError, Optimizer
 from zeroshard.memory import HostMemory
 from zeroshard.memory.ledger import Category
 from zeroshard.offload import tiers
-from zeroshard.optim.host_adam import adam_update
+from zeroshard.optim.host.adam import adam_update
 
 WAYS: dict[str, dict[str, Any]] = {
     "optimizer": {"offload": "optimizer"},

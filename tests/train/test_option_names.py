@@ -13,8 +13,8 @@ from zeroshard.cli.simulate import SimulateOptions
 from zeroshard.cli.verify import VerificationOptions
 from zeroshard.comm.mesh import Mesh
 from zeroshard.errors import ZeroshardError
+from zeroshard.moe.exchange.technique import ExpertTechnique
 from zeroshard.moe.policy import ExpertParallel
-from zeroshard.moe.technique import ExpertTechnique
 from zeroshard.plan import GROUPS, Plan
 from zeroshard.tensor.find.layers import find
 from zeroshard.tensor.policy import TensorParallel

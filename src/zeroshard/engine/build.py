@@ -16,7 +16,7 @@ from zeroshard.offload.tiers import HostSlice, HostTiers, agreed_on_host
 from zeroshard.offload.updaters import HostAdam, HostScratch, HostUpdater
 from zeroshard.offload.updates import HostSum, HostUpdates
 from zeroshard.optim import SpanOptimizer, Steps, deal_out, layout_of, spans_of
-from zeroshard.optim.updater import DeviceUpdater, MasterUpdater, Untrained
+from zeroshard.optim.slices.updater import DeviceUpdater, MasterUpdater, Untrained
 from zeroshard.parts.axes import Axes
 from zeroshard.parts.gradients import GradientSum, Reduction
 from zeroshard.parts.part import LateUpdates, OneVersion, Part, Parts, RandomNumbers

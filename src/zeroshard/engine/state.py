@@ -29,8 +29,8 @@ from zeroshard.checkpoint.facts import check_facts, given, kept
 from zeroshard.engine.build import Assembly
 from zeroshard.errors import CheckpointError, DamagedError
 from zeroshard.memory.ledger import Ledger
-from zeroshard.optim.restoring import WAY_OUT, Saved, load_states
-from zeroshard.optim.whole_states import elements_of, merged_options, options_of, scalars_of, whole_pieces
+from zeroshard.optim.states.restoring import WAY_OUT, Saved, load_states
+from zeroshard.optim.states.whole_states import elements_of, merged_options, options_of, scalars_of, whole_pieces
 from zeroshard.parts.axes import Axes
 from zeroshard.parts.part import Part
 from zeroshard.pipeline.buffers import Buffers, merged_facts

@@ -36,7 +36,7 @@ def _tensor(plan: Plan) -> Technique | None:
 def _experts(plan: Plan) -> Technique | None:
     if not plan.experts.divides:
         return None
-    from zeroshard.moe.technique import ExpertTechnique
+    from zeroshard.moe.exchange.technique import ExpertTechnique
 
     return ExpertTechnique(plan.experts, plan.transport)
 

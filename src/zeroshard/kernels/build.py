@@ -20,6 +20,7 @@ from pathlib import Path
 
 from zeroshard.comm.mesh import user_cache
 
+SOURCES = Path(__file__).parent  # of the package's own kernels
 COMPILERS = ("c++", "g++", "clang++")
 NATIVE = ("-march=native", "-mcpu=native")  # the second where the first is not known
 PATIENCE = 300.0  # seconds

@@ -8,43 +8,43 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from zeroshard.moe.balance import Losses
-    from zeroshard.moe.capacity import Capacity
-    from zeroshard.moe.experts import ExpertModules, Experts
-    from zeroshard.moe.gating import Gating, SecondChoice
-    from zeroshard.moe.hierarchical import HierarchicalRouter
+    from zeroshard.moe.convert.replace import Replacement, Upcycling, replace_ffn
+    from zeroshard.moe.experts.experts import ExpertModules, Experts
     from zeroshard.moe.layer import SWIGLU, FeedForward, MoE, SharedExpert
-    from zeroshard.moe.noise import Noise
-    from zeroshard.moe.presets import router_of
-    from zeroshard.moe.replace import Replacement, Upcycling, replace_ffn
-    from zeroshard.moe.router import Router
-    from zeroshard.moe.routing import Routing
-    from zeroshard.moe.selection import ExpertChoice, GroupLimited
-    from zeroshard.moe.statistics import Statistics
+    from zeroshard.moe.routing.balance import Losses
+    from zeroshard.moe.routing.capacity import Capacity
+    from zeroshard.moe.routing.gating import Gating, SecondChoice
+    from zeroshard.moe.routing.hierarchical import HierarchicalRouter
+    from zeroshard.moe.routing.noise import Noise
+    from zeroshard.moe.routing.presets import router_of
+    from zeroshard.moe.routing.record import Routing
+    from zeroshard.moe.routing.router import Router
+    from zeroshard.moe.routing.selection import ExpertChoice, GroupLimited
+    from zeroshard.moe.routing.statistics import Statistics
 else:
     # loaded on first use, so that plans can name their policy without torch (PEP 562)
     _MODULES = {
-        "ExpertModules": "experts",
-        "Experts": "experts",
-        "Losses": "balance",
-        "Capacity": "capacity",
-        "Gating": "gating",
-        "SecondChoice": "gating",
-        "HierarchicalRouter": "hierarchical",
+        "ExpertModules": "experts.experts",
+        "Experts": "experts.experts",
+        "Losses": "routing.balance",
+        "Capacity": "routing.capacity",
+        "Gating": "routing.gating",
+        "SecondChoice": "routing.gating",
+        "HierarchicalRouter": "routing.hierarchical",
         "SWIGLU": "layer",
         "FeedForward": "layer",
         "MoE": "layer",
         "SharedExpert": "layer",
-        "Noise": "noise",
-        "router_of": "presets",
-        "Replacement": "replace",
-        "Upcycling": "replace",
-        "replace_ffn": "replace",
-        "Router": "router",
-        "Routing": "routing",
-        "ExpertChoice": "selection",
-        "GroupLimited": "selection",
-        "Statistics": "statistics",
+        "Noise": "routing.noise",
+        "router_of": "routing.presets",
+        "Replacement": "convert.replace",
+        "Upcycling": "convert.replace",
+        "replace_ffn": "convert.replace",
+        "Router": "routing.router",
+        "Routing": "routing.record",
+        "ExpertChoice": "routing.selection",
+        "GroupLimited": "routing.selection",
+        "Statistics": "routing.statistics",
     }
 
     def __getattr__(name: str) -> object:

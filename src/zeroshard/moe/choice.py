@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from zeroshard.moe.families import find_experts
+from zeroshard.moe.experts.families import find_experts
 from zeroshard.planning.offers import divisors
 from zeroshard.planning.questions import Choice, Description, Mixtures, Remedy, States
 

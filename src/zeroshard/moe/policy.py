@@ -53,6 +53,6 @@ class Mixture:
         Raises:
             ModelError: there are none, or no such router.
         """
-        if self.experts:
-            replace_ffn = import_module("zeroshard.moe.replace").replace_ffn  # needs torch, which settings do without
+        if self.experts:  # settings do without torch until here
+            replace_ffn = import_module("zeroshard.moe.convert.replace").replace_ffn
             replace_ffn(model, every=self.every, experts=self.experts, router=self.router)

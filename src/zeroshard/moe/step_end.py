@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from zeroshard.comm.collectives import Comm
 from zeroshard.comm.mesh import part_of
 from zeroshard.errors import RoutingWarning
-from zeroshard.moe.buffers import BUFFERS
-from zeroshard.moe.collapse import RoutingWatch
-from zeroshard.moe.statistics import LOSSES, Statistics
+from zeroshard.moe.exchange.buffers import BUFFERS
+from zeroshard.moe.routing.collapse import RoutingWatch
+from zeroshard.moe.routing.statistics import LOSSES, Statistics
 from zeroshard.traffic import Purpose
 
 

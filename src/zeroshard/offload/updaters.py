@@ -12,12 +12,12 @@ from zeroshard.memory import HostMemory
 from zeroshard.memory.ledger import Arena, Category
 from zeroshard.offload.tiers import MOMENTS, HostSlice, Pages, SlicePiece, expanded, gaps
 from zeroshard.offload.updates import HostSum, HostUpdate, HostUpdates, Speculation
-from zeroshard.optim.host_adam import Scalars
-from zeroshard.optim.joined import Steps
-from zeroshard.optim.moments import Blockwise
-from zeroshard.optim.spans import SpanOptimizer
-from zeroshard.optim.tensor_optimizer import Fused
-from zeroshard.optim.updater import MasterUpdater
+from zeroshard.optim.algorithms.tensor_optimizer import Fused
+from zeroshard.optim.host.adam import Scalars
+from zeroshard.optim.host.moments import Blockwise
+from zeroshard.optim.slices.joined import Steps
+from zeroshard.optim.slices.spans import SpanOptimizer
+from zeroshard.optim.slices.updater import MasterUpdater
 from zeroshard.parts.gradients import Gradients
 from zeroshard.parts.planned import Planned, Wire, Work, on_lower_tier
 from zeroshard.parts.updater import Span

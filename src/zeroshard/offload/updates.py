@@ -31,7 +31,7 @@ from zeroshard.memory import HostMemory
 from zeroshard.memory.ledger import Arena, Category
 from zeroshard.memory.transfers import Task, Transfers
 from zeroshard.offload.tiers import HostTiers, SlicePiece, StagingMemory
-from zeroshard.optim.spans import SpanOptimizer
+from zeroshard.optim.slices.spans import SpanOptimizer
 from zeroshard.parts.part import LateUpdates, SpeculationCounts
 from zeroshard.parts.planned import Planned, Wire, Work, on_lower_tier
 from zeroshard.parts.weights import Weights, arrived, withhold

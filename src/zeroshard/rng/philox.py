@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ ROUNDS, PER_BLOCK, BITS = 10, 4, 32
 MASK = 2**BITS - 1
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)  # added to the key after each round: the golden ratio, and sqrt(3) - 1
-SOURCE = Path(__file__).with_name("philox.cpp")
+SOURCE = build.SOURCES / "philox.cpp"
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared")
 AT_ONCE = 2**15  # blocks that `random_bits` computes at a time in torch's operations
 

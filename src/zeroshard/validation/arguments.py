@@ -11,7 +11,7 @@ from torch import nn
 from zeroshard.comm.mesh import Mesh
 from zeroshard.errors import ModelError, OptimizerError, PlanError
 from zeroshard.optim import StateLayout
-from zeroshard.optim.tensor_optimizer import leading_shape
+from zeroshard.optim.algorithms.tensor_optimizer import leading_shape
 from zeroshard.parts.place import Cuts, Split
 from zeroshard.plan import Plan
 

@@ -15,8 +15,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import zeroshard as zs
 from zeroshard.doctor.hardware import Device, Link, Machines
-from zeroshard.optim import owners
-from zeroshard.optim.moments import code_map
+from zeroshard.optim.host.moments import code_map
+from zeroshard.optim.slices import owners
 from zeroshard.planner.predict.predict import predict
 from zeroshard.planner.predict.rehearse import TrainingTask, rehearse
 from zeroshard.planner.predict.states import least_bytes, sizes_of

@@ -1,7 +1,7 @@
 """Plans under which whole parameters have owners: their ranks are not alike, and no number grows evenly with blocks.
 
 So every block is rehearsed, on each of a few ranks; of more ranks, on those that the engine makes the fullest
-(`zeroshard.optim.owners`).
+(`zeroshard.optim.slices.owners`).
 """
 
 from collections.abc import Sequence

@@ -3,13 +3,12 @@
 import ctypes
 import warnings
 from functools import cache
-from pathlib import Path
 
 from torch import Tensor
 
 from zeroshard.kernels import build
 
-SOURCE = Path(__file__).with_name("codes.cpp")
+SOURCE = build.SOURCES / "codes.cpp"
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared")
 POINTER, NUMEL, SIZE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 ARGUMENTS = {

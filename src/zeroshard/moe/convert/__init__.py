@@ -1,0 +1,1 @@
+"""Mixtures in the place of feed-forward layers, and experts from trained ones."""

@@ -1,0 +1,1 @@
+"""Experts: their parameters, products and gradients, and those found in the models of others."""

@@ -1,0 +1,308 @@
+"""Spans: the intervals of flat slices that a `torch.optim` optimizer sees as its tensors.
+
+A span is as long as it can be: consecutive elements of one parameter group that were always updated together. When a
+parameter inside a span gets no gradient in a step, the span and its states are cut there, which changes nothing for an
+elementwise optimizer; so a parameter without a gradient is skipped exactly as torch skips one whose `.grad` is None.
+"""
+
+import copy
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from zeroshard.errors import OptimizerError
+from zeroshard.memory.ledger import Category, Ledger
+from zeroshard.optim.algorithms.tensor_optimizer import Fused, TensorOptimizer
+from zeroshard.optim.host.in_memory import fast_on_cpus
+from zeroshard.optim.slices.held_tensors import HeldTensors
+from zeroshard.optim.slices.one_step import OneStep
+from zeroshard.optim.slices.owners import Owners
+from zeroshard.optim.slices.step_hooks import watch_hooks
+from zeroshard.optim.trial.probe import StateLayout, StateSizes, fresh_state
+from zeroshard.parts.updater import OwnRows
+from zeroshard.units import Entry, Index, Unreadable
+
+UNKNOWN = StateLayout(0, 0)  # for engines that print no formulas of optimizer states
+JOINED = 2**16  # elements, below which a call of the optimizer costs more than its arithmetic
+
+
+class SliceSpan:
+    """Elements [start, stop) of a flat buffer, of one parameter group, as one optimizer tensor.
+
+    It is 1-D for an optimizer that treats each element alone, else one parameter in its shape, or some rows of it.
+    """
+
+    def __init__(self, start: int, stop: int, group: int, tensor: torch.Tensor, rows: OwnRows | None = None) -> None:
+        self.rows = rows
+        self.start = start
+        self.stop = stop
+        self.group = group
+        self.tensor = torch.nn.Parameter(tensor)
+        self.hidden: torch.Tensor | None = None
+
+
+GradientOf = Callable[[SliceSpan], torch.Tensor | None]
+
+
+class SpanOptimizer:
+    """Points a torch optimizer at spans instead of the model's parameters, in place.
+
+    The optimizer object stays the user's, so learning-rate schedulers that hold it go on working. See
+    `HeldTensors` for what it has between its steps.
+
+    Attributes:
+        optimizer: the user's.
+        layout: of its states.
+        owners: of whole parameters; of none, unless they are dealt out.
+        sizes: of the states of whole parameters.
+        held: what the optimizer holds when, and the states of each span by its tensor.
+        one_step: the calls for all flats as one step, which whoever updates them ends.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, ledger: Ledger, layout: StateLayout = UNKNOWN) -> None:
+        self.optimizer, self.layout = fast_on_cpus(optimizer), layout
+        self.owners = Owners()
+        self._ledger = ledger
+        self._spans: list[list[SliceSpan]] = []
+        self._tiers: list[str | None] = []
+        self._states_bytes = {"device": 0, "host": 0}  # that this object has entered into the ledger
+        self._seen_bytes = {"device": 0, "host": 0}  # of scalars, likewise
+        self.sizes, self.held, self.one_step = StateSizes(optimizer), HeldTensors(optimizer), OneStep(optimizer)
+        self._sizes: list[int] = []  # elements of each flat's slice; of uneven slices the mean, the same on all ranks
+        self._joined: list[SliceSpan] = []  # of flats whose steps were put off
+        self._joined_elements = 0
+        self._then: list[Callable[[], None]] = []
+
+    def add(
+        self, index: Index, groups: Sequence[int], owned: torch.Tensor, start: int, tier: str | None = "device"
+    ) -> int:
+        """Make the spans of one flat that this rank updates; returns the number of their list.
+
+        Args:
+            groups: the parameter group of each entry of the index.
+            owned: the values [stop - start] that are updated, fp32 or the parameters' own dtype.
+            start: the offset of `owned` in the flat.
+            tier: of the optimizer's states in the ledger; None if the caller enters them.
+        """
+        stop = start + owned.numel()
+        whole = self.layout.whole is not None
+        spans: list[SliceSpan] = []
+        for number, low, high in index.overlaps(start, stop):
+            if spans and spans[-1].group == groups[number] and not whole:
+                spans[-1].stop = high
+            else:
+                shape, rows = self._seen(index.entries[number], low, high) if whole else ((0,), None)
+                values = owned[: high - low if whole else 0].view(shape)
+                spans.append(SliceSpan(low, high, groups[number], values, rows))
+        if index.padding_in(start, stop) and not whole:
+            if not spans:
+                spans.append(SliceSpan(start, stop, groups[-1], owned[:0]))
+            spans[-1].stop = stop
+        for span in spans:
+            values = owned[span.start - start : span.stop - start]
+            span.tensor = torch.nn.Parameter(values.view(span.tensor.shape) if whole else values)
+            _hide_gradient(span)
+        self._spans.append(spans)
+        self._tiers.append(tier)
+        self._sizes.append(owned.numel() if index.bounds is None else index.numel // index.ranks)
+        return len(self._spans) - 1
+
+    def _seen(self, entry: Entry, low: int, high: int) -> tuple[Sequence[int], OwnRows | None]:
+        """The shape in which the optimizer sees elements [low, high) of a flat, and which rows these are."""
+        if high - low == entry.numel:
+            return entry.shape, None
+        width, states = entry.numel // entry.shape[0], getattr(self.optimizer, "row_states", None)
+        assert states is not None and (low - entry.offset) % width == (high - low) % width == 0, (entry, low, high)
+        rows = OwnRows((low - entry.offset) // width, entry.shape[0], states)
+        return ((high - low) // width, *entry.shape[1:]), rows
+
+    def install_spans(self) -> None:
+        """Give the optimizer its spans, once all are made and have their values: other ranks may write these."""
+        templates = self.sizes.templates
+        fresh = [(span, fresh_state(self.optimizer, templates[span.group], span.tensor)) for span in self.every]
+        self.held.states.clear()
+        self.held.states.update((span.tensor, state) for span, state in fresh if state)
+        self._refill_groups()
+        self.account()
+
+    @property
+    def reads_alone(self) -> bool:
+        """Whether a step leaves gradients as they are: as torch's Adam does, without hooks of the user's."""
+        hooks = self.optimizer._optimizer_step_pre_hooks  # one is this object's
+        return type(self.optimizer) in (torch.optim.Adam, torch.optim.AdamW) and len(hooks) == 1
+
+    @property
+    def fuses(self) -> bool:
+        """Whether `step` takes work around it: of a class that does such work, itself, without hooks of the user's."""
+        before, after = self.optimizer._optimizer_step_pre_hooks, self.optimizer._optimizer_step_post_hooks
+        return bool(vars(type(self.optimizer)).get("fuses")) and len(before) == 1 and not after
+
+    @property
+    def every(self) -> list[SliceSpan]:
+        """The spans of all flats."""
+        return [span for spans in self._spans for span in spans]
+
+    def spans(self, number: int) -> list[SliceSpan]:
+        """The spans of one flat."""
+        return self._spans[number]
+
+    def split(self, number: int, cuts: Sequence[int]) -> None:
+        """Cut the spans of one flat at the given elements, with their states."""
+        before = self._spans[number]
+        after: list[SliceSpan] = []
+        for span in before:
+            inner = [cut for cut in sorted(set(cuts)) if span.start < cut < span.stop]
+            after.extend(self._split(span, [span.start, *inner, span.stop]) if inner else [span])
+        if len(after) != len(before):
+            self._spans[number] = after
+            self._refill_groups()
+
+    def rebind(self, number: int, owned: torch.Tensor, start: int) -> None:
+        """Let one flat's spans view `owned`, which begins at `start` and holds the same values."""
+        for span in self._spans[number]:
+            span.tensor.data = owned[span.start - start : span.stop - start].view(span.tensor.shape)
+
+    def step(self, number: int, gradient_of: GradientOf, fused: Fused | None = None) -> None:
+        """One optimizer step on the spans of one flat; a span whose gradient is None stays as it is.
+
+        Args:
+            fused: what the step does besides, if the optimizer `fuses`; gradients may then have fewer bits.
+        """
+        if fused is None:
+            self._step(self._with_gradients(number, gradient_of))
+            return
+        assert isinstance(self.optimizer, TensorOptimizer)
+        for span in self._spans[number]:
+            span.tensor.grad_dtype = None  # any
+        self.optimizer.fused = fused
+        try:
+            self._step(self._with_gradients(number, gradient_of))
+        finally:
+            del self.optimizer.fused
+
+    def _with_gradients(self, number: int, gradient_of: GradientOf) -> list[SliceSpan]:
+        """The spans of one flat, which have their gradients now."""
+        spans = self._spans[number]
+        for span in spans:
+            gradient = gradient_of(span)
+            if gradient is not None and self.layout.rebinds:
+                gradient = gradient.clone()
+            span.tensor.grad = gradient if gradient is None else gradient.view(span.tensor.shape)
+        return spans
+
+    def join(self, number: int, gradient_of: GradientOf, then: Callable[[], None]) -> None:
+        """As `step`, in one call of the optimizer with flats of few elements beside it.
+
+        Args:
+            gradient_of: its tensors last until `then`.
+            then: called when the step is done, at the latest by `flush`.
+        """
+        elements = self._sizes[number]  # all ranks are to flush alike, as `then` may be a collective call
+        if self._joined_elements + elements > JOINED:
+            self.flush()
+        self._joined += self._with_gradients(number, gradient_of)
+        self._joined_elements += elements
+        self._then.append(then)
+
+    def flush(self) -> None:
+        """Take the steps that `join` has put off."""
+        spans, then, self._joined, self._then, self._joined_elements = self._joined, self._then, [], [], 0
+        if then:
+            self._step(spans)
+        for call in then:
+            call()
+
+    def _step(self, spans: Sequence[SliceSpan]) -> None:
+        groups = range(len(self.optimizer.param_groups))
+        given = [span.tensor.data for span in spans] if self.layout.rebinds else []
+        watch_hooks(self.optimizer, self.layout.whole is not None)
+        # with all spans the optimizer would look through the others for gradients
+        with self.held.inside([[span.tensor for span in spans if span.group == group] for group in groups]):
+            self.one_step.call()
+        put_back(spans, given)
+        for span in spans:
+            _hide_gradient(span)
+
+    def touch(self) -> None:
+        """Take a step of the optimizer with no tensor, for its hooks and for learning-rate schedulers to see."""
+        self._step([])
+
+    def state_bytes(self, number: int | None = None) -> int:
+        """Bytes of the states of one flat's spans, by the layout; those of whole tensors by their shapes.
+
+        Args:
+            number: of the flat; None for all that are updated on the device.
+        """
+        if number is None:
+            return sum(self.state_bytes(n) for n, tier in enumerate(self._tiers) if tier == "device")
+        if self.layout.whole is None:
+            return int(sum(s.tensor.nbytes for s in self._spans[number]) * self.layout.bytes_per_element // 4)
+        return sum(self.sizes.of(span.group, span.tensor) for span in self._spans[number])
+
+    def account(self) -> None:
+        """Enter states that the optimizer made since the last call into the ledger; scalars count as buffers."""
+        states = dict.fromkeys(self._tiers, 0)
+        scalars = dict.fromkeys(("device", "host"), 0)
+        for tier, span in ((tier, s) for tier, spans in zip(self._tiers, self._spans, strict=True) for s in spans):
+            for value in tree_leaves(dict(self.held.states.get(span.tensor, {}))):
+                if isinstance(value, torch.Tensor):
+                    scalar = value.dim() == 0
+                    states[tier] += 0 if scalar else value.nbytes
+                    scalars[tier or "host"] += value.nbytes if scalar else 0
+        for tier, nbytes in states.items():
+            if tier is not None and nbytes > self._states_bytes[tier]:
+                more = nbytes - self._states_bytes[tier]
+                self._ledger.take(Category.OPTIMIZER_STATES, more, "optimizer states", tier=tier)
+                self._states_bytes[tier] = nbytes
+        for place, nbytes in scalars.items():
+            if nbytes > self._seen_bytes[place]:
+                more = nbytes - self._seen_bytes[place]
+                self._ledger.take(Category.BUFFERS, more, "optimizer scalars", tier=place)
+                self._seen_bytes[place] = nbytes
+
+    def _split(self, span: SliceSpan, places: list[int]) -> list[SliceSpan]:
+        state = self.held.states.pop(span.tensor, {})
+        parts = []
+        for low, high in itertools.pairwise(places):
+            a, b = low - span.start, high - span.start
+            part = SliceSpan(low, high, span.group, span.tensor.detach()[a:b])
+            _hide_gradient(part)
+            if state:
+                self.held.states[part.tensor] = {k: _part(v, span.tensor.shape, a, b) for k, v in state.items()}
+            parts.append(part)
+        return parts
+
+    def _refill_groups(self) -> None:
+        every, groups = self.every, range(len(self.optimizer.param_groups))
+        self.held.fill([[span.tensor for span in every if span.group == group] for group in groups])
+
+
+def put_back(spans: Sequence[SliceSpan], places: Sequence[torch.Tensor]) -> None:
+    """Copy values that a step has put elsewhere (`p.data = values`) to their places."""
+    for span, values in zip(spans, places, strict=False):
+        if span.tensor.data_ptr() != values.data_ptr():
+            span.tensor.data = values.copy_(span.tensor.data)
+
+
+def _hide_gradient(span: SliceSpan) -> None:
+    """Give the span a `.grad` that raises when read; a real gradient is there only during the span's step."""
+    if span.hidden is None:
+        real = type(span.tensor.detach()) is torch.Tensor  # tensors of a rehearsal have no values
+        span.hidden = Unreadable.of(span.tensor, f"elements {span.start} to {span.stop}", _unreadable) if real else None
+    span.tensor.grad = span.hidden
+
+
+def _unreadable(name: str) -> OptimizerError:
+    return OptimizerError(
+        "The gradients of the optimizer's parameters were read or changed, and the engine holds them. Clip with "
+        "engine.clip_grad_norm(max_norm) or engine.clip_grad_value(value); their norm is engine.step().grad_norm."
+    )
+
+
+def _part(value: Any, shape: torch.Size, start: int, stop: int) -> Any:
+    if isinstance(value, torch.Tensor) and value.shape == shape:
+        return value[start:stop]
+    return value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)

@@ -1,0 +1,1 @@
+"""Optimizer states: by the user's parameters, between steps, and in checkpoints."""
