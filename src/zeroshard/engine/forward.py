@@ -25,8 +25,7 @@ from zeroshard.memory.ledger import Ledger
 from zeroshard.parts.part import LateUpdates
 from zeroshard.parts.weights import ABSENT, Weights
 from zeroshard.precision.clash import explain_clash
-from zeroshard.saved.kept import CountedTensor, Kept, Stored
-from zeroshard.saved.torch_checkpoint import HooksOfForward
+from zeroshard.saved.kept import CountedTensor, HooksOfForward, Kept, Stored
 from zeroshard.units import values_of
 from zeroshard.units.hooks import Hook, absent_in_transform, explain_transform, listen, outside, place_of, transforming
 from zeroshard.units.tensors import tensors_in, with_tensors
@@ -217,7 +216,7 @@ class Forward:
             return values_of(tensor)  # and not the parameter, which may have other values by the time of the backward
         if place_of(tensor) in self._known:
             return tensor
-        packed = self.saver.pack(tensor)
+        packed = self.saver.pack(tensor) if self.saver.moves else Kept(tensor)
         return self._counted(tensor, packed) if isinstance(packed, Kept) else Stored(packed)
 
     @property
@@ -249,11 +248,12 @@ class Forward:
             return saved.weight()
         if isinstance(saved, torch.Tensor):
             return saved
-        return self.saver.unpack(saved.saved)
+        return saved.saved.tensor() if isinstance(saved.saved, Kept) else self.saver.unpack(saved.saved)
 
     def end_step(self) -> None:
         """Wait for saved tensors on their way, and drop prefetched activations that no backward read."""
-        self.saver.settle()
+        if self.saver.moves:
+            self.saver.settle()
 
 
 def _have(late: LateUpdates, unit: int, *_: Any) -> None:

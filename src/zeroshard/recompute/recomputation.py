@@ -38,7 +38,7 @@ from zeroshard.recompute.context import RecomputeContext
 from zeroshard.recompute.segments import BlockSegment, Call, Region, SavedSlot, read
 from zeroshard.replay.generators import ModelDraws, ReachedGenerators, Source, held_by, sources_among
 from zeroshard.replay.replay import Replay
-from zeroshard.saved.torch_checkpoint import CHECKPOINTS, is_compiled, recomputed_by_others
+from zeroshard.saved.kept import CHECKPOINTS, is_compiled, recomputed_by_others
 from zeroshard.step.context import Within
 from zeroshard.step.sequence import StepEnd
 from zeroshard.units.hooks import outside

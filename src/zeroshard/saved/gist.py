@@ -36,7 +36,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from zeroshard.saved.codes.bits import pack_bits, pack_halves, unpack_bits, unpack_halves
 from zeroshard.saved.compression import CompressedStore
-from zeroshard.saved.torch_checkpoint import is_compiled, recomputed_by_others
+from zeroshard.saved.kept import is_compiled, recomputed_by_others
 from zeroshard.units.hooks import Hook, outside
 
 POSITIONS = 16  # elements of a window that 4 bits tell apart
