@@ -16,7 +16,7 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "zeroshard"
 FILE_LINES, FUNCTION_LINES, PARAMETERS = 500, 60, 8
 FLOORS = {
-    "platform.accelerator": -1,  # devices as torch reaches them, on which the ground stands
+    **dict.fromkeys(("platform.accelerator", "platform.ranges"), -1),  # torch's devices and profiler
     "traffic": -1,  # counts of memory and comm
     **dict.fromkeys(("errors", "text", "version", "memory"), 0),  # the ground, up to comm
     "platform": 0.3,  # memory and transports of one machine, real or rehearsed

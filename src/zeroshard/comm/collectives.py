@@ -27,7 +27,7 @@ import torch.distributed as dist
 from zeroshard.comm.hang_detector import PATIENCE, HangDetector
 from zeroshard.comm.mesh import Mesh, part_of
 from zeroshard.comm.over_budget import over_budget_elsewhere
-from zeroshard.comm.pending import Exchange, InPlace, Pending, Position, SideBySide, cause_of
+from zeroshard.comm.pending import Exchange, InPlace, Naming, Pending, Position, SideBySide
 from zeroshard.comm.rendezvous import SHORTEST, give_up
 from zeroshard.errors import CommError, PlanError
 from zeroshard.platform.accelerator import is_accelerator
@@ -311,7 +311,7 @@ class Comm:
         published = False
         while True:
             try:
-                with self._naming(place):
+                with self._naming(place, starts=False):
                     left = max(deadline - time.monotonic(), SHORTEST)
                     work.wait(timedelta(seconds=min(PATIENCE, left)))
                 break
@@ -361,7 +361,7 @@ class Comm:
             self._watch = HangDetector(self)
         self._watch.since, self._watch.place = time.monotonic(), place
         try:
-            with self._naming(place):
+            with self._naming(place, starts=False):
                 work.wait()
         except CommError:
             if self._watch.found is not None:
@@ -402,8 +402,8 @@ class Comm:
         count.sent_nbytes += nbytes * (ranks - 1) // ranks if sent else 0
         count.calls += 1
 
-    def _naming(self, place: Position) -> "_Naming":
-        return _Naming(self, place)
+    def _naming(self, place: Position, starts: bool = True) -> Naming:
+        return Naming(self, place, starts)
 
     def _publish(self, place: Position) -> None:
         labels = {group: list(numbered) for group, numbered in self._labels.items()}
@@ -471,23 +471,3 @@ def _disagreement(rank: int, label: str, other: int, theirs: str) -> str:
         f"The ranks disagree about what comes next: rank {rank} waits for '{label}', rank {other} for '{theirs}'. "
         "Every rank must call forward, backward and step equally often and in the same order."
     )
-
-
-class _Naming:
-    """Turns a backend's error into a `CommError` that names the operation; lets a timeout through as `TimeoutError`."""
-
-    def __init__(self, comm: Comm, place: Position) -> None:
-        self._comm = comm
-        self._place = place
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if not isinstance(error, RuntimeError) or isinstance(error, CommError):
-            return
-        if str(error).startswith("Operation timed out"):
-            raise TimeoutError from error
-        first = self._comm.failure()
-        reason = f"{first}" if first else cause_of(error)
-        raise CommError(f"Rank {self._comm.mesh.rank} stopped in '{self._place.label}' because {reason}") from error

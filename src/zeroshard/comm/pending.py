@@ -1,6 +1,7 @@
 """Collectives under way, which end with a wait that is watched."""
 
 import time
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import NamedTuple, Protocol
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from zeroshard.comm.mesh import Mesh
 from zeroshard.comm.process_groups import ABANDONED
 from zeroshard.errors import CommError
+from zeroshard.platform import ranges
 from zeroshard.platform.accelerator import is_accelerator
 from zeroshard.platform.shared_memory import Signal
 from zeroshard.platform.shared_operands import Operands
@@ -26,6 +28,14 @@ class Position(NamedTuple):
     group: str
     number: int
     label: str
+
+    def action(self, rank: int) -> str:
+        """Its name in a profile: "gather blocks.3" or, of a message, "send" or "receive" and the label."""
+        source, message, _ = self.group.partition(">")
+        if message:
+            return f"{'send' if int(source) == rank else 'receive'} {self.label}"
+        purpose, of, label = self.label.partition(" of ")
+        return f"{purpose.split()[0]} {label}" if of and self.group != "control" else self.label
 
 
 def cause_of(error: BaseException) -> str:
@@ -47,6 +57,37 @@ class WaitingComm(Protocol):
 
     def wait(self, work: dist.Work, place: Position) -> None:
         """Wait for `work`, looking for the reason when it takes long."""
+
+    def failure(self) -> str | None:
+        """The failure of the first rank to fail."""
+
+
+class Naming:
+    """Turns a backend's error into a `CommError` that names the operation; lets a timeout through as `TimeoutError`.
+
+    A profiler sees the start of the operation as a range of its name.
+    """
+
+    def __init__(self, comm: WaitingComm, place: Position, starts: bool) -> None:
+        self._comm, self._place = comm, place
+        self._range: AbstractContextManager[object] | None = None
+        if starts and ranges.profiler._is_profiler_enabled:
+            self._range = ranges.named(place.action(comm.mesh.rank))
+
+    def __enter__(self) -> None:
+        if self._range is not None:
+            self._range.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if self._range is not None:
+            self._range.__exit__(None, None, None)
+        if not isinstance(error, RuntimeError) or isinstance(error, CommError):
+            return
+        if str(error).startswith("Operation timed out"):
+            raise TimeoutError from error
+        first = self._comm.failure()
+        reason = f"{first}" if first else cause_of(error)
+        raise CommError(f"Rank {self._comm.mesh.rank} stopped in '{self._place.label}' because {reason}") from error
 
 
 class Pending:
@@ -85,7 +126,11 @@ class Pending:
         if heartbeat is not None:
             heartbeat.enter(self._place)
         try:
-            self._comm.wait(self._work, self._place)
+            if ranges.profiler._is_profiler_enabled:
+                with ranges.named("wait for", self._place.action(self._comm.mesh.rank)):
+                    self._comm.wait(self._work, self._place)
+            else:
+                self._comm.wait(self._work, self._place)
         except CommError:
             if self._comm.mesh.lease is not None:
                 self._comm.mesh.lease.broken = True

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -142,15 +144,19 @@ class Readings:
         parts, ranks, losses = self._assembly.parts, self._stage.ranks_per_data_rank, self._backward.losses
         self._decision.watcher = lambda: watcher(shares_of(parts, losses.gain * ranks / self.loss_scale))
 
-    def trace(self, memory: bool = False) -> AbstractContextManager[Trace]:
+    def trace(self, memory: bool = False, profile: str | PathLike[str] | None = None) -> AbstractContextManager[Trace]:
         """Keep when forwards, backwards, updates, copies and jobs of the host inside run; complete when it ends.
 
         On a GPU, copies are entered when they are handed to their streams. A trace may be inside of another.
 
         Args:
             memory: keep every change of memory too, activations included, which slows the forward down.
+            profile: a folder for a profile by torch.profiler, in which each rank writes `rank0.json`, `rank1.json`
+                and so on when the trace ends; ui.perfetto.dev and chrome://tracing open them.
         """
-        return traced(self._order.interpreter, self._assembly.late.background, self.ledger if memory else None)
+        file = None if profile is None else Path(profile) / f"rank{self._axes.world.mesh.rank}.json"
+        ledger = self.ledger if memory else None
+        return traced(self._order.interpreter, self._assembly.late.background, ledger, file)
 
     @property
     def layer_readings(self) -> dict[str, Mapping[str, Any]]:

@@ -19,6 +19,7 @@ from zeroshard.engine.build import Assembly
 from zeroshard.errors import NonFiniteError, PlanError
 from zeroshard.parts.axes import Axes
 from zeroshard.parts.part import Counted, Part
+from zeroshard.platform import ranges
 from zeroshard.step.agreement import Answer, check_together, written_flags
 from zeroshard.step.losses import SameBatches
 from zeroshard.step.sequence import Settled
@@ -184,6 +185,13 @@ class Update:
         Args:
             parts: those to update; all by default.
         """
+        if ranges.profiler._is_profiler_enabled:
+            with ranges.named("update", f"step {self._step}"):
+                self._apply(factor, parts)
+        else:
+            self._apply(factor, parts)
+
+    def _apply(self, factor: float, parts: Sequence[Part] | None) -> None:
         assert self._settled is not None
         chosen = None if parts is None else set(map(id, parts))
         written_in_step, turns = self._settled[1].written, []

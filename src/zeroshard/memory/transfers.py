@@ -28,7 +28,7 @@ from typing import Protocol
 import torch
 
 from zeroshard.errors import OffloadError
-from zeroshard.platform import accelerator
+from zeroshard.platform import accelerator, ranges
 from zeroshard.traffic import COMPUTE, QUEUES, Count, Purpose
 
 AT_EXIT = 30.0  # seconds that tasks under way may take when the process ends
@@ -72,6 +72,9 @@ class Task:
         self.ready: torch.Event | None = None
         self.start = self.end = 0.0
 
+    def __str__(self) -> str:
+        return f"{self.cause} of {self.label}"
+
     @property
     def matters(self) -> bool:
         """Whether later tasks must still wait for it: it has not run, or failed, or ends later by the clock."""
@@ -114,7 +117,11 @@ class Task:
             for task in self.after:
                 if task.error is not None:
                     raise task.error
-            self.work()
+            if ranges.profiler._is_profiler_enabled:
+                with ranges.named("offload", self):
+                    self.work()
+            else:
+                self.work()
         except BaseException as error:
             self.error = error
         self.end = self.link.now()
@@ -368,7 +375,11 @@ class Transfers:
     def wait(self, task: Task) -> None:
         """As `task.wait()`."""
         with self._timed_as_exposed(task):
-            self.executor.finish(task)
+            if ranges.profiler._is_profiler_enabled:
+                with ranges.named("wait for offload", task):
+                    self.executor.finish(task)
+            else:
+                self.executor.finish(task)
         _forget(task)
         if task.error is not None:
             raise task.error

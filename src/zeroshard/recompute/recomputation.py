@@ -87,9 +87,11 @@ class Recomputation:
         self._inside = False
         inside = {id(each): each for block, _ in blocks for each in block.modules()}
         self._draws = ModelDraws(ReachedGenerators(inside.values(), [block.forward for block, _ in blocks]))
+        names = {module: name for name, module in model.named_modules()}
         for module, unit in blocks:
             if not is_compiled(module):
-                module.forward = BlockForward(self, Call(module, unit, module.forward, operations))
+                call = Call(module, unit, module.forward, operations, names.get(module, ""))
+                module.forward = BlockForward(self, call)
         model.register_forward_pre_hook(outside(self._begin))
         model.register_forward_hook(outside(self._end), always_call=True)
 

@@ -27,6 +27,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from zeroshard.errors import PlanError
+from zeroshard.platform import ranges
 from zeroshard.platform.accelerator import is_accelerator
 from zeroshard.recompute.arena import CheckpointArena, PlacedCheckpoint
 from zeroshard.recompute.context import RecomputeContext
@@ -52,6 +53,7 @@ class Call:
     """What a block computes: its module with the number of its unit, its own forward, and results that are kept.
 
     Attributes:
+        name: of the module, in a profile.
         again: how often it was computed again, and the seconds of that.
         made: seconds in which tensors of it were made again.
         forwards: in segments so far.
@@ -61,6 +63,7 @@ class Call:
     unit: int
     forward: Callable[..., Any]
     operations: Callable[["Region"], AbstractContextManager[Any] | None]
+    name: str = ""
     needed: int | None = None  # of kept results, as far as a recomputation is known to ask for them
     again: tuple[int, float] = (0, 0.0)
     made: float = 0.0
@@ -272,11 +275,10 @@ class Region:
         self.asked, self.again = 0, True
         try:
             with ExitStack() as stack:
-                contexts: list[AbstractContextManager[Any]] = [
-                    self._replay.again(),
-                    torch.enable_grad(),
-                    context.draws(self.call.module),
-                ]
+                contexts: list[AbstractContextManager[Any]] = []
+                if ranges.profiler._is_profiler_enabled:
+                    contexts.append(ranges.named("recompute", self.call.name))
+                contexts += [self._replay.again(), torch.enable_grad(), context.draws(self.call.module)]
                 mode = self.call.operations(self)
                 contexts += [Within(kept=self), capture.hooks(), *self._contexts()]
                 contexts += [mode] if mode is not None else []

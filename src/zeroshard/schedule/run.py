@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
+from zeroshard.platform import ranges
 from zeroshard.schedule.actions import Action, Kind, Schedule
 
 Handler = Callable[[Action], None]
@@ -27,7 +28,11 @@ class Interpreter:
     def run(self, actions: Schedule) -> None:
         """Carry out actions in order."""
         for action in actions:
-            self._handlers[action.kind](action)
+            if ranges.profiler._is_profiler_enabled:
+                with ranges.named(action.kind.name.lower().replace("_", " "), action):
+                    self._handlers[action.kind](action)
+            else:
+                self._handlers[action.kind](action)
 
     def note(self, action: Action, start: float) -> None:
         """Enter an action that has run since `start`, which excludes the time for which its handler waited."""

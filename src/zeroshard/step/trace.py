@@ -2,12 +2,14 @@
 
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from zeroshard.memory.ledger import Event, Ledger
 from zeroshard.memory.transfers import TaskSpan
 from zeroshard.parts.part import TracedWork
+from zeroshard.platform.ranges import profiled
 from zeroshard.schedule.run import Interpreter, Timed
 from zeroshard.schedule.spans import TIMES
 from zeroshard.traffic import COMPUTE
@@ -49,18 +51,23 @@ class Trace:
 
 
 @contextmanager
-def traced(interpreter: Interpreter, background: TracedWork, ledger: Ledger | None) -> Iterator[Trace]:
+def traced(
+    interpreter: Interpreter, background: TracedWork, ledger: Ledger | None, profile: Path | None = None
+) -> Iterator[Trace]:
     """Keep what an engine does inside; a trace inside of another leaves that one complete.
 
     Args:
         interpreter: of its actions.
         background: work that runs beside its main thread.
         ledger: whose changes to keep; None to keep none.
+        profile: the file of a profile by torch; None for none.
     """
     trace = Trace()
-    with interpreter.traced(trace.actions), background.traced(trace.tasks):
-        if ledger is None:
-            yield trace
-        else:
-            with ledger.recorded(trace.memory):
-                yield trace
+    with ExitStack() as inside:
+        inside.enter_context(interpreter.traced(trace.actions))
+        inside.enter_context(background.traced(trace.tasks))
+        if ledger is not None:
+            inside.enter_context(ledger.recorded(trace.memory))
+        if profile is not None:
+            inside.enter_context(profiled(profile))
+        yield trace

@@ -21,6 +21,7 @@ from zeroshard.pipeline.run.chunks import Chunks
 from zeroshard.pipeline.run.messages import Entering, Messages, Shape, widened
 from zeroshard.pipeline.run.tied_weights import TiedWeights
 from zeroshard.pipeline.stage import Stage
+from zeroshard.platform import ranges
 from zeroshard.replay.replay import Replay, Replays
 from zeroshard.schedule import Action, Kind, Schedule
 from zeroshard.schedule.actions import COMPUTE
@@ -264,7 +265,11 @@ class Executor:
             flight.hidden, flight.kept = flight.kept().requires_grad_(), None
         if flight.replay is not None and self._replays is not None:
             with flight.replay.again(), torch.enable_grad():
-                output = self._compute(action, flight)[0]
+                if ranges.profiler._is_profiler_enabled:
+                    with ranges.named("recompute", f"chunk {chunk} of microbatch {j}"):
+                        output = self._compute(action, flight)[0]
+                else:
+                    output = self._compute(action, flight)[0]
             self._keep(action, flight, output)
             self._replays.compare(_values_of(output), flight.sample, f"Chunk {chunk} of the pipeline")
             del output
