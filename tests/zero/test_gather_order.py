@@ -13,9 +13,9 @@ from zeroshard.comm.collectives import Purpose
 from zeroshard.comm.mesh import Mesh
 from zeroshard.errors import CommError
 from zeroshard.memory.ledger import Ledger
-from zeroshard.parts.weights import Residence
+from zeroshard.parts.weights import PassKind, Residence
 from zeroshard.units import Flat, Unit, find_units
-from zeroshard.zero import ByPass, PassKind
+from zeroshard.zero import ByPass
 from zeroshard.zero.gather_order import merge
 from zeroshard.zero.weights import OnDevice, Sliced
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,23 +13,14 @@ from zeroshard.comm.collectives import Comm
 from zeroshard.errors import PlanError
 from zeroshard.parts.part import LateUpdates, Part, Parts
 from zeroshard.parts.place import Axis, Piece, Split
+from zeroshard.parts.weights import Gatherer
 from zeroshard.units.tensors import digest_of
-
-
-class UnitGatherer(Protocol):
-    """Gathers units."""
-
-    def pinned(self) -> AbstractContextManager[None]:
-        """All units are gathered inside; a collective call."""
-
-    def visit(self, number: int) -> AbstractContextManager[None]:
-        """One unit is gathered inside; a collective call."""
 
 
 class Editing:
     """Gathers all parameters of one engine, and keeps the user's writes into them."""
 
-    def __init__(self, parts: Parts, gatherer: UnitGatherer, late: LateUpdates, world: Comm, writes: Writes) -> None:
+    def __init__(self, parts: Parts, gatherer: Gatherer, late: LateUpdates, world: Comm, writes: Writes) -> None:
         self._parts, self._gatherer, self._late, self._writes, self._world = parts, gatherer, late, writes, world
 
     def whole(self) -> AbstractContextManager[None]:
@@ -192,7 +183,7 @@ class WholeTensors:
         return self._everywhere[name]
 
 
-def state_dict_by_unit(model: nn.Module, parts: Parts, gatherer: UnitGatherer, wholes: WholeTensors) -> dict[str, Any]:
+def state_dict_by_unit(model: nn.Module, parts: Parts, gatherer: Gatherer, wholes: WholeTensors) -> dict[str, Any]:
     """The complete state dict of a model that the device cannot hold, on every rank; a collective call."""
     found: dict[str, Any] = dict(model.state_dict(keep_vars=True))
     keys: dict[int, list[str]] = {}

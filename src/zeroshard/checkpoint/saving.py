@@ -14,21 +14,25 @@ GRACE = 5.0  # seconds for the last checkpoint of a process that failed
 
 
 class Savings:
-    """Begins checkpoints one after the other, and warns of those that fail."""
+    """Begins checkpoints one after the other, and warns of those that fail.
+
+    Attributes:
+        last: the checkpoint that was begun last, until its end is noticed.
+    """
 
     def __init__(self) -> None:
-        self._last: Saving | None = None
+        self.last: Saving | None = None
         atexit.register(_finish, weakref.ref(self))
 
     def begin(self, save: Callable[[], Saving]) -> Saving:
         """Wait for the last checkpoint, then begin another; `exposed_seconds` covers both."""
         started = time.perf_counter()
-        if self._last is not None:
-            self._last.join()
+        if self.last is not None:
+            self.last.join()
         self.warn_of_failure()
-        self._last = save()
-        self._last.exposed_seconds = time.perf_counter() - started
-        return self._last
+        self.last = save()
+        self.last.exposed_seconds = time.perf_counter() - started
+        return self.last
 
     def wait(self) -> None:
         """Wait for the checkpoints of all engines of this process, which may be read next; warn if the last failed."""
@@ -37,8 +41,8 @@ class Savings:
 
     def warn_of_failure(self) -> None:
         """Warn of a failed checkpoint, unless its caller has seen the error."""
-        if self._last is not None and self._last.done:
-            last, self._last = self._last, None
+        if self.last is not None and self.last.done:
+            last, self.last = self.last, None
             if last.problem is not None and not last.seen:
                 warnings.warn(str(last.problem), CheckpointWarning, stacklevel=4)
 

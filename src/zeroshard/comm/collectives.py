@@ -47,6 +47,7 @@ class Comm:
     """The collectives of one rank.
 
     Attributes:
+        on_accelerator: whether tensors are on one, whose streams wait in place of the host.
         shared: the memory that the ranks share; None where they send.
         operands: memory in which ranks see each other's activations; None where they send them.
         counts: by purpose, since the last `reset`.
@@ -56,7 +57,7 @@ class Comm:
     """
 
     def __init__(self, mesh: Mesh) -> None:
-        self.mesh = mesh
+        self.mesh, self.on_accelerator = mesh, is_accelerator(mesh.device)
         self.counts: dict[Purpose, Count] = defaultdict(Count)
         self.digests = {"gather": 0, "reduce": 0}
         self.session = 0
@@ -304,7 +305,7 @@ class Comm:
         if ">" in place.group:
             self._wait_for_message(work, place)
             return
-        if place.group != "control" and is_accelerator(self.mesh.device):
+        if place.group != "control" and self.on_accelerator:
             work.wait()
             return
         deadline = time.monotonic() + self.mesh.timeout

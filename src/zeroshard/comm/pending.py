@@ -12,7 +12,6 @@ from zeroshard.comm.mesh import Mesh
 from zeroshard.comm.process_groups import ABANDONED
 from zeroshard.errors import CommError
 from zeroshard.platform import ranges
-from zeroshard.platform.accelerator import is_accelerator
 from zeroshard.platform.shared_memory import Signal
 from zeroshard.platform.shared_operands import Operands
 from zeroshard.platform.transport import Arrival, Shared
@@ -52,6 +51,7 @@ class WaitingComm(Protocol):
     """The collectives of a rank, as one that is under way sees them."""
 
     mesh: Mesh
+    on_accelerator: bool
     counts: dict[Purpose, Count]
     shared: Shared | None
 
@@ -107,7 +107,7 @@ class Pending:
 
     def arrives_within(self, seconds: float) -> bool:
         """Wait at most so long; False if the result is not there yet."""
-        if self._work is not None and not self._work.is_completed() and not is_accelerator(self._comm.mesh.device):
+        if self._work is not None and not self._work.is_completed() and not self._comm.on_accelerator:
             try:
                 self._work.wait(timedelta(seconds=seconds))
             except (RuntimeError, TimeoutError):

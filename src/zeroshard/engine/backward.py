@@ -15,8 +15,8 @@ from zeroshard.comm.collectives import Comm
 from zeroshard.engine.build import Assembly
 from zeroshard.errors import PlanError
 from zeroshard.parts.gradients import Gradients
+from zeroshard.parts.weights import PassKind
 from zeroshard.step.losses import BY_MEAN, StepLosses
-from zeroshard.zero import PassKind
 from zeroshard.zero.grad_attribute import unreadable
 from zeroshard.zero.reductions import Expected, Reductions
 

@@ -23,7 +23,7 @@ from zeroshard.parts.part import LateUpdates, OneVersion, Part, Parts, RandomNum
 from zeroshard.parts.place import DENSE, Axis, Partial, Place, PlaceKind, Split
 from zeroshard.parts.technique import Technique
 from zeroshard.parts.updater import Updater
-from zeroshard.parts.weights import Weights
+from zeroshard.parts.weights import Gatherer, Weights
 from zeroshard.pipeline.stage import Stage
 from zeroshard.pipeline.whole import WholeModel
 from zeroshard.plan import Plan
@@ -37,12 +37,11 @@ from zeroshard.units import Flat, Unit, is_small
 from zeroshard.units.materialise import Initialiser, Materialiser, seed_of
 from zeroshard.validation.arguments import groups_of, refuse_split, refuse_used
 from zeroshard.validation.memory import RoomChecks, raise_together
-from zeroshard.zero import Accumulation, BufferedGradients, ByChunk, ByPass, Gatherer, Residency
-from zeroshard.zero.arriving import Arrivals, Arriving
+from zeroshard.zero import Accumulation, BufferedGradients, ByChunk, ByPass, Residency
 from zeroshard.zero.gradients import GradientBuffer
 from zeroshard.zero.reduce import AllReduce, Direct, OwnSlice, Scatter
 from zeroshard.zero.sums import BufferSum, DeviceSum
-from zeroshard.zero.weights import Keeper, Mapped, OnDevice, Sliced, Whole
+from zeroshard.zero.weights import Arrivals, Arriving, Keeper, Mapped, OnDevice, Sliced
 
 Kinds = dict[tuple[torch.dtype, bool, PlaceKind], dict[str, nn.Parameter]]
 OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -97,7 +96,7 @@ class Builder:
         self._arenas = {comm: Arena(ledger, comm.buffer)}
         self._lower: HostTiers | None = None
         self._late = LateUpdates()
-        self._whole: Callable[[Flat, Comm, Ledger, bool], Whole] = Whole
+        self._whole: Callable[[Flat, Comm, Ledger, bool], Weights] = Weights
         if plan.overlap_gather:
             self._late = arrivals = Arrivals()
             self._whole = partial(Arriving, arrivals=arrivals)

@@ -474,7 +474,8 @@ class Engine(Readings):
         self.steps += 1
         if self.mesh.heartbeat is not None:
             self.mesh.heartbeat.step(self.steps)
-        self._savings.warn_of_failure()
+        if self._savings.last is not None:
+            self._savings.warn_of_failure()
         norm, scale, skipped = (verdict.norm, verdict.scale, verdict.skip) if verdict else (math.nan, 1.0, False)
         self.skipped += skipped
         self._forward.end_step()

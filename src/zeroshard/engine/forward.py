@@ -23,14 +23,13 @@ from zeroshard.engine.build import Assembly
 from zeroshard.errors import PlanError
 from zeroshard.memory.ledger import Ledger
 from zeroshard.parts.part import LateUpdates
-from zeroshard.parts.weights import ABSENT, Weights
+from zeroshard.parts.weights import ABSENT, Gatherer, PassKind, Weights
 from zeroshard.precision.clash import explain_clash
 from zeroshard.saved.kept import CountedTensor, HooksOfForward, Kept, Stored
 from zeroshard.units import values_of
 from zeroshard.units.hooks import Hook, absent_in_transform, explain_transform, listen, outside, place_of, transforming
 from zeroshard.units.tensors import tensors_in, with_tensors
 from zeroshard.validation.model_checks import refuse_renormalising
-from zeroshard.zero import Gatherer, PassKind
 
 
 class Forward:

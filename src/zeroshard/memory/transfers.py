@@ -211,7 +211,7 @@ class ThreadRunner:
 
     def begin(self, task: Task) -> None:
         """Run a task in this thread, hand it to its stream, or to its queue's thread."""
-        if task.copies:
+        if task.copies and self._streams["up"] is not None:
             task.ready = accelerator.record(self._device)
         if task.copies and all(before.done for before in task.after):
             _carry_out(task, self._streams)

@@ -353,7 +353,7 @@ class HostTiers:
         self.policy, self.ranks = policy, mesh.ranks
         platform = mesh.platform
         self.host = platform.host(ledger, mesh.device)
-        self.link = Transfers(platform.executor(mesh.device, timeout), mesh.now)
+        self.link = Transfers(platform.executor(mesh.device, timeout), platform.now)
         self.disk: Disk | None = None
         if policy.disk is not None:
             self.disk = platform.disk(Path(policy.disk), ledger, timeout)

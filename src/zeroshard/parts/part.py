@@ -15,7 +15,7 @@ from zeroshard.parts.gradients import Gradients, GradientSum
 from zeroshard.parts.place import Place, Split, boxes_of
 from zeroshard.parts.planned import Planned, Wire, Work, on_device
 from zeroshard.parts.updater import Updater
-from zeroshard.parts.weights import Weights
+from zeroshard.parts.weights import Gatherer, Weights
 from zeroshard.traffic import Count, Purpose
 from zeroshard.units import Flat, Unit, norm_of
 
@@ -364,22 +364,6 @@ class LateUpdates:
         return ()
 
 
-class Gathers(Protocol):
-    """Gathers units on this rank and frees them, where a list of actions says so.
-
-    Attributes:
-        passes: whether it does so by itself inside of passes, as modules use them.
-    """
-
-    passes: bool
-
-    def gather(self, numbers: Sequence[int], trains: bool = True) -> None:
-        """Gather these units; a collective call."""
-
-    def free(self, numbers: Sequence[int]) -> None:
-        """Keep only slices of these units."""
-
-
 class Scratch(Protocol):
     """Lends uninitialised tensors."""
 
@@ -408,7 +392,7 @@ class Parts:
     of_units: Sequence[Sequence[Part]]
     arena: Arena
     messages: Arena
-    gatherer: Gathers
+    gatherer: Gatherer
     random_numbers: RandomNumbers
     inputs: Scratch | None = None
     keep_input: Callable[[torch.Tensor], Callable[[], torch.Tensor]] | None = None

@@ -1,4 +1,4 @@
-"""The parameters of one flat, as the model computes with them.
+"""The parameters of one flat, as the model computes with them, and the gatherer of all units.
 
 [Note: arriving] `step` may return while updates of the parameters run on: on the host, or as gathers of updated slices
 (`overlap_gather`). Until then a parameter is an absent one ([Note: absent values]) over NaN: reading it waits, and the
@@ -8,15 +8,21 @@ memory, as `p.detach()` of an earlier step does, cannot become NaN; a flat of wh
 the end of the step.
 """
 
-from collections.abc import Callable, Iterator
-from enum import Enum, auto
-from typing import Protocol
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from enum import Enum, StrEnum, auto
 
 import torch
 
-from zeroshard.comm.collectives import Purpose
+from zeroshard.comm.collectives import Comm, Purpose
+from zeroshard.comm.pending import Pending
+from zeroshard.errors import OffloadError
+from zeroshard.memory.ledger import Category, Ledger
 from zeroshard.memory.transfers import Task
-from zeroshard.parts.planned import Planned, Wire, Work
+from zeroshard.parts.planned import Planned, Wire, Work, on_device
+from zeroshard.schedule import Schedule
 from zeroshard.units import Flat
 
 
@@ -32,8 +38,13 @@ class Residence(Enum):
 ABSENT = frozenset({Residence.SLICED, Residence.GATHERING})  # where other ranks must take part for the values to come
 
 
-class Weights(Protocol):
-    """The buffer of a flat's parameters: whole, shared, sliced, on a tier below.
+class Weights:
+    """The buffer of a flat's parameters; in this class every rank keeps it whole.
+
+    Where ranks update slices of it (stages 1 and 2), each gets those of the others after an update.
+
+    Args:
+        publishes: whether each rank updates its slice alone.
 
     Attributes:
         flat: the parameters.
@@ -43,67 +54,113 @@ class Weights(Protocol):
         residence: where the values are now.
         sliced: whether the values go between uses.
         copied: whether this rank keeps a whole copy of its own.
+        lost: why a write into the parameters outside of `gathered()` is lost, in words; None where it is kept.
         update: of `own`, under way; a gather comes after it.
-        awaits: has the values arrive, while `residence` is ARRIVING.
+        awaits: waits for the values, while `residence` is ARRIVING.
     """
 
-    flat: Flat
-    rank: int
     own: torch.Tensor
     full: torch.Tensor
-    residence: Residence
-    sliced: bool
-    copied: bool
-    update: Task | None
-    awaits: Callable[[], None] | None
+    residence = Residence.GATHERED
+    sliced: bool = False
+    copied: bool = True
+    lost: str | None = None
+    update: Task | None = None
+    awaits: Callable[[], None] | None = None
 
-    @property
-    def lost(self) -> str | None:
-        """Why a write into the parameters outside of `gathered()` would be lost, in words; None if it would not."""
+    def __init__(self, flat: Flat, comm: Comm, ledger: Ledger, publishes: bool) -> None:
+        self.flat, self.rank, self._comm, self._ledger = flat, comm.mesh.rank, comm, ledger
+        self._publishes = publishes and comm.mesh.ranks > 1 and flat.trainable
+        self._pending: Pending | Task | None = None
+        self._allocate()
+        flat.bind(self.full)
+
+    def _allocate(self) -> None:
+        index, label = self.flat.index, f"parameters {self.flat.label}"
+        device, category = self._comm.mesh.device, Category.PARAMETERS
+        self.full = self._ledger.empty(index.padded_numel, self.flat.dtype, device, category, label, index.padding)
+        self.own = self._part(self.full)
 
     @property
     def visible(self) -> torch.Tensor:
         """The buffer [N*S] that the parameters view."""
+        return self.full
 
     def load(self, values: torch.Tensor) -> None:
         """Set the parameters from `values` [N*S], of any dtype, and let the user's parameters view them."""
+        self.full.copy_(values)
+        self.flat.attach()
 
     def move(self, buffer: torch.Tensor) -> None:
         """Let `buffer` [N*S] be the whole buffer from now on."""
+        self.full, self.own = buffer, self._part(buffer)
 
     def begin_edit(self) -> None:
-        """The user is about to write into the parameters, which are gathered."""
+        """Writes go into the parameters themselves."""
 
     def end_edit(self, keep: bool = True) -> None:
-        """The user is done; with `keep`, take over this rank's slice of the writes."""
+        """Writes went into the parameters themselves."""
 
     def start_gather(self, purpose: Purpose = Purpose.GATHER_PARAMETERS) -> None:
-        """Start to fetch the other ranks' slices."""
+        """Whole parameters need no gather."""
 
     def finish_gather(self) -> None:
-        """Wait for the whole buffer, and let the parameters view it."""
+        """Wait for values that arrive ([Note: arriving]); whole parameters need no gather."""
+        if self.awaits is not None:
+            self.awaits()
+
+    def __del__(self) -> None:
+        """Parameters that outlive the engine get their values, unless other ranks have a part in them."""
+        if self.residence is Residence.ARRIVING and not (self._publishes or sys.is_finalizing()):
+            with contextlib.suppress(OffloadError):
+                if self.update is not None:
+                    self.update.wait()
+                arrived(self)
 
     def lend(self) -> None:
-        """Let the next gather fill memory of its own, which `free` leaves to the views that still use it."""
+        """The user's views follow later updates, as in PyTorch."""
 
     def free(self) -> None:
-        """Keep only this rank's slice."""
+        """Whole parameters are never freed."""
 
     def publish(self, spans: int | None = None) -> None:
-        """`own` was updated: start to let the other ranks have it, where they keep it too.
+        """After an update of `own`, start to bring the other ranks' updated slices into `full` (stages 1 and 2).
 
         Args:
             spans: how many tensors of the optimizer view `own`; None where all must be here after `published`.
         """
+        if self._publishes:
+            index, label = self.flat.index, f"updated {self.flat.label}"
+            self._pending = self._comm.gather(
+                self.full, self.own, Purpose.GATHER_PARAMETERS, label, index.padding, index.bounds
+            )
 
     def published(self) -> None:
-        """Wait for the slices that the other ranks published, unless that may arrive later."""
+        """Wait for the updated slices."""
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
 
     def planned(self) -> Iterator[Planned]:
-        """Planned bytes."""
+        """Every rank holds everything."""
+        yield on_device(self.flat.index, Category.PARAMETERS, self.flat.dtype.itemsize)
 
     def wire(self, work: Work) -> Wire:
-        """Planned elements that are sent and received in a step."""
+        """Each update is gathered once (section 7.2.1)."""
+        yield Purpose.GATHER_PARAMETERS, self.flat.index.numel * work.updates if self._publishes else 0
+
+    def _part(self, buffer: torch.Tensor) -> torch.Tensor:
+        start, stop = self.flat.index.interval(self.rank)
+        return buffer[start:stop]
+
+    @property
+    def own_numel(self) -> int:
+        """Elements of this rank's slice, padding included."""
+        return self.flat.index.slice_numel(self.rank)
+
+    @property
+    def _nbytes(self) -> int:
+        return self.flat.index.padded_numel * self.flat.dtype.itemsize
 
 
 def withhold(weights: Weights, finish: Callable[[], None], spans: int = 0) -> bool:
@@ -136,3 +193,83 @@ def _seen_elsewhere(weights: Weights, spans: int) -> bool:
     storage, flat = weights.full.untyped_storage(), weights.flat
     users: int = torch._C._storage_Use_Count(storage._cdata)
     return users > len(flat.parameters) + len(flat.views) + flat.aliases + spans + 3  # `full`, `own` and `storage`
+
+
+class PassKind(StrEnum):
+    """A walk over the model; each kind has an order of its own."""
+
+    FORWARD = "forward"
+    EVALUATION = "evaluation"
+    BACKWARD = "backward"
+
+
+class Gatherer:
+    """Gathers units on this rank and frees them; in this class, all units are always present.
+
+    Attributes:
+        gathers: whether units are gathered for use and freed after it.
+        passes: whether they do so inside of passes, as modules use them.
+    """
+
+    gathers = passes = False
+
+    @property
+    def orders(self) -> dict[str, list[str]]:
+        """The recorded order of each kind of pass, as unit names."""
+        return {}
+
+    def inside(self, kind: PassKind) -> bool:
+        """Whether a pass of this kind is under way."""
+        return False
+
+    def begin(self, kind: PassKind) -> None:
+        """Begin a pass; all ranks must begin the same one."""
+
+    def end(self) -> None:
+        """End the innermost pass."""
+
+    def abandon(self) -> None:
+        """Leave all passes after an error, freeing what they hold."""
+
+    def need(self, number: int, enters: bool = False) -> None:
+        """Gather unit `number` before this returns.
+
+        Args:
+            enters: the backward of a call of the unit begins.
+        """
+
+    def done(self, number: int | None = None, computed_again: bool = False) -> None:
+        """Free unit `number`: nothing in this pass uses it again; by default, the units that a backward has passed.
+
+        See [Note: numbers of nodes] for those.
+
+        Args:
+            computed_again: its recomputed forward has ended, and its backward may read it later, so that it is freed
+                only where others need the room.
+        """
+
+    def free_all(self) -> None:
+        """Free every unit, unless they are pinned."""
+
+    @property
+    def all_gathered(self) -> bool:
+        """Whether all units of this rank are present."""
+        return True
+
+    def pinned(self) -> AbstractContextManager[None]:
+        """Keep every unit gathered inside; a collective call."""
+        return nullcontext()
+
+    def visit(self, number: int) -> AbstractContextManager[None]:
+        """Keep one unit gathered inside, outside of any pass; a collective call."""
+        return nullcontext()
+
+    def lower(self, actions: Schedule) -> Schedule:
+        """A list of compute with the gathers and frees that surround it."""
+        return actions
+
+    def gather(self, numbers: Sequence[int], trains: bool = True) -> None:
+        """Gather these units for a chunk of the model; a collective call."""
+
+    def free(self, numbers: Sequence[int]) -> None:
+        """A chunk of the model is done with these units."""

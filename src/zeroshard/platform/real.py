@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -18,11 +18,15 @@ executor_of: Callable[[torch.device, float], TaskRunner] = ThreadRunner  # tests
 
 
 class Platform:
-    """Clock, network, memory and disk of a rank; `Rehearsal` overrides the methods that it imitates."""
+    """Clock, network, memory and disk of a rank; `Rehearsal` overrides the methods that it imitates.
 
-    def now(self) -> float:
-        """Seconds of a clock that the processes of a machine share."""
-        return time.monotonic()
+    Attributes:
+        imitates: whether `skips` is to be asked.
+        now: seconds of a clock that the processes of a machine share.
+    """
+
+    imitates: ClassVar[bool] = False
+    now: Callable[[], float] = staticmethod(time.monotonic)
 
     def limit(self, device: torch.device, budget: int | None) -> None:
         """Limit torch's allocator to a GPU's budget in bytes; on a CPU the ledger alone refuses."""

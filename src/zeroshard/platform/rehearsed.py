@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -99,6 +99,8 @@ class Rehearsal(Platform):
         make_on_host: makes each buffer that is not on the device.
         host_room: bytes of the host's memory for this rank.
     """
+
+    imitates: ClassVar[bool] = True
 
     members: Sequence[int]
     shares: bool = False

@@ -6,8 +6,7 @@ Read `residency`, `weights`, `gradients` (`buffer`, `reduce`, `sums`), then the 
 """
 
 from zeroshard.zero.byte_formulas import StateBytes, state_bytes, wire_elements
-from zeroshard.zero.gather_order import ByPass
-from zeroshard.zero.gatherer import ByChunk, Gatherer, PassKind
+from zeroshard.zero.gather_order import ByChunk, ByPass
 from zeroshard.zero.gradients import Accumulation, BufferedGradients
 from zeroshard.zero.residency import Residency
 
@@ -16,8 +15,6 @@ __all__ = [
     "BufferedGradients",
     "ByChunk",
     "ByPass",
-    "Gatherer",
-    "PassKind",
     "Residency",
     "StateBytes",
     "state_bytes",

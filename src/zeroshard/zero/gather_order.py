@@ -17,16 +17,15 @@ have numbers of their own, which say nothing about the graph around it.
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
 from zeroshard.comm.collectives import Comm, Purpose
-from zeroshard.errors import CommError
-from zeroshard.parts.weights import Residence, Weights
+from zeroshard.errors import CommError, PlanError
+from zeroshard.parts.weights import Gatherer, PassKind, Residence, Weights
 from zeroshard.schedule import Schedule, with_gathers
 from zeroshard.units import Unit
-from zeroshard.zero.gatherer import Gatherer, PassKind
 
 AT_ONCE = 3  # units that are gathered at once: the root, the one that computes, and one more
 DETOUR, WORD = "unit", 32  # the first word of one who wants a unit off the list; characters of a rank's words
@@ -419,3 +418,78 @@ class PlaceInGraph:
             if node is not None:
                 self._node = node._sequence_nr()
         return self._node
+
+
+class ByChunk(Gatherer):
+    """Units that come and go with the chunk of a pipeline that they are in, where its list of actions says so.
+
+    Args:
+        units: of this rank.
+        weights: of each unit.
+    """
+
+    gathers = True
+
+    def __init__(self, units: Sequence[Unit], weights: Sequence[Sequence[Weights]]) -> None:
+        self._units, self._weights = units, weights
+        self._pins = 0
+
+    @property
+    def all_gathered(self) -> bool:
+        """Whether all units of this rank are gathered."""
+        return all(each.residence is Residence.GATHERED for weights in self._weights for each in weights)
+
+    def need(self, number: int, enters: bool = False) -> None:
+        """Check that a unit is gathered.
+
+        Raises:
+            PlanError: it is of a chunk that does not run now.
+        """
+        if any(each.residence is not Residence.GATHERED for each in self._weights[number]):
+            raise PlanError(
+                f"A parameter of unit '{self._units[number].label}' is read while another chunk of the model runs, and "
+                f"is not gathered (zero=3). Read it in the module that holds it, or use zero=2."
+            )
+
+    def gather(self, numbers: Sequence[int], trains: bool = True) -> None:
+        """Gather these units; a collective call."""
+        if not self._pins:
+            self._bring([each for number in numbers for each in self._weights[number]], trains)
+
+    def free(self, numbers: Sequence[int]) -> None:
+        """Keep only slices of these units."""
+        if not self._pins:
+            for each in (each for number in numbers for each in self._weights[number]):
+                each.free()
+
+    @contextmanager
+    def pinned(self) -> Iterator[None]:
+        """Keep every unit of this rank gathered inside; a collective call."""
+        every = [each for weights in self._weights for each in weights]
+        with self._lent(every if not self._pins else []):
+            self._pins += 1
+            try:
+                yield
+            finally:
+                self._pins -= 1
+
+    def visit(self, number: int) -> AbstractContextManager[None]:
+        """Keep one unit gathered inside; a collective call."""
+        return self._lent(list(self._weights[number]))
+
+    @contextmanager
+    def _lent(self, several: Sequence[Weights]) -> Iterator[None]:
+        for each in several:
+            each.lend()
+        self._bring(several, trains=False)
+        try:
+            yield
+        finally:
+            for each in several:
+                each.free()
+
+    def _bring(self, several: Sequence[Weights], trains: bool) -> None:
+        for each in several:
+            each.start_gather(Purpose.GATHER_PARAMETERS if trains else Purpose.GATHER_TO_EVALUATE)
+        for each in several:
+            each.finish_gather()

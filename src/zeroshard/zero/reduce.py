@@ -343,7 +343,8 @@ def add_mean(
     at_once = apart and not add and into.dtype == sums
     chunk = CHUNK if into.device.type == "cpu" else LAUNCH
     scratch = None if at_once else arena.take(min(chunk, into.numel()), sums, "sum over ranks")
-    if not comm.mesh.platform.skips((len(copies) + 1) * copies[0].nbytes + into.nbytes, len(copies) + 1):
+    platform, moved = comm.mesh.platform, (len(copies) + 1) * copies[0].nbytes + into.nbytes
+    if not (platform.imitates and platform.skips(moved, len(copies) + 1)):
         _sum(into, copies, chunk, scratch, add, divisor)
     if scratch is not None:
         arena.give(scratch)

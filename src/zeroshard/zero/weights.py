@@ -1,146 +1,32 @@
-"""Parameters of one flat buffer: whole on every rank, shared by all, or a slice that is gathered for use.
-
-`Whole`, `Mapped` and `Sliced` are the three lives; each is a `parts.weights.Weights`.
+"""Parameters of one flat beside those that every rank keeps whole (`parts.weights.Weights`): `Mapped` memory that all
+ranks of a machine share, `Sliced` parameters that are gathered for use (stage 3), and `Arriving` ones, whose updated
+slices come beside the next forward (stages 1 and 2).
 """
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 import torch
 
 from zeroshard.comm.collectives import Comm, Purpose
-from zeroshard.comm.pending import Pending
-from zeroshard.errors import OffloadError
+from zeroshard.errors import CommError
 from zeroshard.memory.ledger import Category, Ledger
 from zeroshard.memory.transfers import Task
+from zeroshard.parts.part import LateUpdates
 from zeroshard.parts.planned import Planned, Wire, Work, on_device
-from zeroshard.parts.weights import Residence, arrived
+from zeroshard.parts.weights import Residence, Weights, arrived, withhold
 from zeroshard.units import Flat
 
 
-class Whole:
-    """Parameters that every rank keeps whole; where slices are updated, it gets those of the others after an update.
-
-    Args:
-        publishes: whether each rank updates its slice alone (stages 1 and 2).
-
-    Attributes:
-        full: the whole buffer [N*S].
-        own: this rank's slice [S], a view into `full`.
-        lost: as `Weights.lost`.
-    """
-
-    sliced, copied, lost = False, True, None
-    residence = Residence.GATHERED
-    update: Task | None = None
-    awaits: Callable[[], None] | None = None
-    full: torch.Tensor
-    own: torch.Tensor
-
-    def __init__(self, flat: Flat, comm: Comm, ledger: Ledger, publishes: bool) -> None:
-        self.flat, self.rank, self._comm, self._ledger = flat, comm.mesh.rank, comm, ledger
-        self._publishes = publishes and comm.mesh.ranks > 1 and flat.trainable
-        self._pending: Pending | Task | None = None
-        self._allocate()
-        flat.bind(self.full)
-
-    def _allocate(self) -> None:
-        index, label = self.flat.index, f"parameters {self.flat.label}"
-        device, category = self._comm.mesh.device, Category.PARAMETERS
-        self.full = self._ledger.empty(index.padded_numel, self.flat.dtype, device, category, label, index.padding)
-        self.own = self._part(self.full)
-
-    @property
-    def visible(self) -> torch.Tensor:
-        """The buffer [N*S] that the parameters view."""
-        return self.full
-
-    def load(self, values: torch.Tensor) -> None:
-        """Set the parameters from `values` [N*S], of any dtype, and let the user's parameters view them."""
-        self.full.copy_(values)
-        self.flat.attach()
-
-    def move(self, buffer: torch.Tensor) -> None:
-        """Let `buffer` [N*S] be the whole buffer from now on."""
-        self.full, self.own = buffer, self._part(buffer)
-
-    def begin_edit(self) -> None:
-        """Writes go into the parameters themselves."""
-
-    def end_edit(self, keep: bool = True) -> None:
-        """Writes went into the parameters themselves."""
-
-    def start_gather(self, purpose: Purpose = Purpose.GATHER_PARAMETERS) -> None:
-        """Whole parameters need no gather."""
-
-    def finish_gather(self) -> None:
-        """Wait for values that arrive ([Note: arriving]); whole parameters need no gather."""
-        if self.awaits is not None:
-            self.awaits()
-
-    def __del__(self) -> None:
-        """Parameters that outlive the engine get their values, unless other ranks have a part in them."""
-        if self.residence is Residence.ARRIVING and not (self._publishes or sys.is_finalizing()):
-            with contextlib.suppress(OffloadError):
-                if self.update is not None:
-                    self.update.wait()
-                arrived(self)
-
-    def lend(self) -> None:
-        """The user's views follow later updates, as in PyTorch."""
-
-    def free(self) -> None:
-        """Whole parameters are never freed."""
-
-    def publish(self, spans: int | None = None) -> None:
-        """After an update of `own`, start to bring the other ranks' updated slices into `full` (stages 1 and 2).
-
-        Args:
-            spans: as in `Weights.publish`.
-        """
-        if self._publishes:
-            index, label = self.flat.index, f"updated {self.flat.label}"
-            self._pending = self._comm.gather(
-                self.full, self.own, Purpose.GATHER_PARAMETERS, label, index.padding, index.bounds
-            )
-
-    def published(self) -> None:
-        """Wait for the updated slices."""
-        if self._pending is not None:
-            self._pending.wait()
-            self._pending = None
-
-    def planned(self) -> Iterator[Planned]:
-        """Every rank holds everything."""
-        yield on_device(self.flat.index, Category.PARAMETERS, self.flat.dtype.itemsize)
-
-    def wire(self, work: Work) -> Wire:
-        """Each update is gathered once (section 7.2.1)."""
-        yield Purpose.GATHER_PARAMETERS, self.flat.index.numel * work.updates if self._publishes else 0
-
-    def _part(self, buffer: torch.Tensor) -> torch.Tensor:
-        start, stop = self.flat.index.interval(self.rank)
-        return buffer[start:stop]
-
-    @property
-    def own_numel(self) -> int:
-        """Elements of this rank's slice, padding included."""
-        return self.flat.index.slice_numel(self.rank)
-
-    @property
-    def _nbytes(self) -> int:
-        return self.flat.index.padded_numel * self.flat.dtype.itemsize
-
-
-class Mapped(Whole):
+class Mapped(Weights):
     """Parameters that are there once for all ranks of a machine, which map the same memory.
 
     Each rank updates its own slice, and enters that in its ledger.
     """
 
-    copied, lost = False, "all ranks share it"  # type: ignore[assignment]
+    copied, lost = False, "all ranks share it"
     _edited: torch.Tensor | None = None
 
     def _allocate(self) -> None:
@@ -240,7 +126,7 @@ class OnDevice:
         return on_device(index, Category.PARAMETERS, weights.flat.dtype.itemsize, weights.rank)
 
 
-class Sliced(Whole):
+class Sliced(Weights):
     """Parameters of which this rank keeps a slice; the whole is gathered for use and freed after it (stage 3).
 
     [Note: freed storage] The gathered buffer is one storage for life, resized to zero bytes and back. Views of it that
@@ -251,7 +137,7 @@ class Sliced(Whole):
         keeper: where this rank's slice is kept.
     """
 
-    sliced, copied, lost = True, False, "its values were kept by other ranks"  # type: ignore[assignment]
+    sliced, copied, lost = True, False, "its values were kept by other ranks"
 
     def __init__(self, flat: Flat, comm: Comm, ledger: Ledger, keeper: Keeper) -> None:
         self._keeper = keeper
@@ -335,3 +221,79 @@ class Sliced(Whole):
         yield Purpose.GATHER_PARAMETERS, index.numel * passes if index.ranks > 1 else 0
         own = self.own_numel - index.padding_in(*index.interval(self.rank))
         yield from ((purpose, own * passes) for purpose in self._keeper.brings)
+
+
+class Arriving(Weights):
+    """Whole parameters whose updated slices arrive beside the next forward ([Note: arriving]).
+
+    Args:
+        arrivals: all of them, which forwards wait for.
+
+    Attributes:
+        residence: ARRIVING from an update until `finish_gather`.
+    """
+
+    def __init__(self, flat: Flat, comm: Comm, ledger: Ledger, publishes: bool, arrivals: "Arrivals") -> None:
+        super().__init__(flat, comm, ledger, publishes)
+        if self._publishes:
+            arrivals.add(self)
+
+    def publish(self, spans: int | None = None) -> None:
+        """Start to bring the other ranks' slices; where they may arrive later, the parameters are absent until then.
+
+        Args:
+            spans: as in `Weights.publish`.
+        """
+        if self._publishes and spans is not None:
+            withhold(self, super().published, spans)
+        super().publish()
+
+    def published(self) -> None:
+        """Wait for slices whose parameters are not absent; `finish_gather` waits for the others."""
+        if self.residence is Residence.GATHERED:
+            super().published()
+
+    def finish_gather(self) -> None:
+        """Wait for the slices of all ranks, and let the parameters view them."""
+        super().finish_gather()
+        arrived(self)
+
+    def __del__(self) -> None:
+        """Parameters that outlive the engine get their values, unless a rank has failed."""
+        if not sys.is_finalizing():
+            with contextlib.suppress(CommError):
+                self.finish_gather()
+
+
+class Arrivals(LateUpdates):
+    """The weights of all units that arrive after their update."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._of_units: dict[int, list[Arriving]] = {}
+
+    def add(self, weights: Arriving) -> None:
+        """Wait for these weights before the forwards of their unit."""
+        self._of_units.setdefault(weights.flat.unit.number, []).append(weights)
+
+    def flush(self) -> None:
+        """Wait for all new weights."""
+        self.finish()
+
+    def finish(self) -> None:
+        """Wait for all new weights."""
+        for unit in self._of_units:
+            self.need(unit)
+
+    def entering(self, root: int, trains: bool) -> None:
+        """A forward begins; wait for the new weights of the root unit."""
+        self.need(root)
+
+    def need(self, unit: int) -> None:
+        """Wait for the new weights of a unit."""
+        for weights in self._of_units.get(unit, ()):
+            weights.finish_gather()
+
+    def awaited(self, units: Iterable[int]) -> Iterable[int]:
+        """The units whose weights arrive after the step, of those given."""
+        return [unit for unit in units if unit in self._of_units]
