@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import zeroshard as zs
 from zeroshard.autograd.gradient_slot import Lent
 from zeroshard.losses import linear_cross_entropy
-from zeroshard.zero.gradients import GradientRooms
+from zeroshard.zero.gradients import BufferedGradients, GradientBuffer
 
 V, W, T = 900, 32, 12  # more elements than small parameters have
 
@@ -69,9 +69,9 @@ def train(plan: zs.Plan, mesh: Any = None, microbatches: int = 1, recompute: str
 
 
 def compare(plan: zs.Plan, mesh: Any = None, tolerance: float = 0.0, **options: Any) -> tuple[int, int]:
-    """Train with rooms and without; how many rooms were lent, and how often rows were left for one that was."""
+    """Train with slots and without; how many slots were lent, and how often rows were left for one that was."""
     lends, leaves = [0], [0]
-    lend, leave = GradientRooms.lend, GradientRooms.leave
+    lend, leave = BufferedGradients.lend, GradientBuffer.leave
 
     def counted_lend(*args: Any) -> Lent | None:
         lent = lend(*args)
@@ -84,14 +84,14 @@ def compare(plan: zs.Plan, mesh: Any = None, tolerance: float = 0.0, **options: 
         return left
 
     try:
-        GradientRooms.lend, GradientRooms.leave = counted_lend, counted_leave  # type: ignore[method-assign]
+        BufferedGradients.lend, GradientBuffer.leave = counted_lend, counted_leave  # type: ignore[method-assign]
         rows = train(plan, mesh, **options)
         counts = lends[0], leaves[0]
-        GradientRooms.lend = lambda *args: None  # type: ignore[method-assign]
-        GradientRooms.leave = lambda *args: False  # type: ignore[method-assign]
+        BufferedGradients.lend = lambda *args: None  # type: ignore[method-assign]
+        GradientBuffer.leave = lambda *args: False  # type: ignore[method-assign]
         dense = train(plan, mesh, **options)
     finally:
-        GradientRooms.lend, GradientRooms.leave = lend, leave  # type: ignore[method-assign]
+        BufferedGradients.lend, GradientBuffer.leave = lend, leave  # type: ignore[method-assign]
     assert len(rows) == len(dense) > 3
     for each, expected in zip(rows, dense, strict=True):
         torch.testing.assert_close(each, expected, rtol=tolerance, atol=tolerance)
@@ -148,7 +148,7 @@ def test_no_matrix_is_made_for_a_lookup() -> None:
 @pytest.mark.parametrize("call", ["grad", "inputs"])
 @pytest.mark.parametrize("name", ["tied", "experts"])
 def test_a_backward_that_does_not_reach_a_parameter_leaves_its_gradient_alone(name: str, call: str) -> None:
-    """The functions that make gradients in rooms run in it as well, since they make those of their inputs."""
+    """The functions that make gradients in slots run in it as well, since they make those of their inputs."""
 
     def step(between: bool) -> Tensor:
         if name == "tied":

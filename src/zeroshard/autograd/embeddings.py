@@ -1,4 +1,4 @@
-"""Embeddings whose gradients are made row by row, in the room where they belong.
+"""Embeddings whose gradients are made row by row, in the slot where they belong.
 
 [Note: rows alone] Autograd makes the gradient of an embedding as a matrix of its size, which is zero but for the rows
 that were looked up, and where the output layer has the same weight it adds two such matrices. Here the rows that were
@@ -15,7 +15,7 @@ from zeroshard.autograd.gradient_slot import RowGradient, slot_of
 
 
 def make_rows_alone(model: nn.Module) -> None:
-    """Let the embeddings of a model make the rows of their gradients that are not zero, where an engine has room."""
+    """Let the embeddings of a model make the rows of their gradients that are not zero, where an engine lends slots."""
     for module in model.modules():
         known = isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward
         if known and _derive not in module._forward_hooks.values():
@@ -49,13 +49,13 @@ class _Lookup(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None, None]:
         """The gradient of the matrix, or None where its rows are added to one that is being made."""
         (tokens,), weight, gradient = ctx.saved_tensors, ctx.weight, gradients[0]
-        room = None if torch.is_grad_enabled() else slot_of(weight)
-        lent = None if room is None else room.lend(weight)
+        slot = None if torch.is_grad_enabled() else slot_of(weight)
+        lent = None if slot is None else slot.lend(weight)
         made: Tensor | None
         if lent is not None:
             made = lent.tensor if lent.adds else lent.tensor.zero_()
             _rows(gradient, tokens, ctx.padding).add_to(made)
-        elif room is not None and room.leave(weight, _rows(gradient, tokens, ctx.padding)):
+        elif slot is not None and slot.leave(weight, _rows(gradient, tokens, ctx.padding)):
             made = None
         else:
             made = _dense(gradient, tokens, len(weight), ctx.padding)

@@ -1,11 +1,10 @@
-"""Room for a gradient that the function which makes it writes in place, instead of making a tensor of its own.
+"""Slots of gradients: memory in the gradient buffer, in which the function that makes a gradient writes it in place.
 
 [Note: gradients in place] The gradients of a stack of experts are as large as the stack, and a fresh tensor of that
-size costs a fifth of a step on a CPU. A function that borrows the room of a parameter writes there and hands the
-borrowed tensor itself to autograd, which takes it as the gradient and calls its hooks as ever; who lent the room finds
-the gradient in its place. A second function of the same backward gets no room, since autograd may have summed the first
-gradient already. Only big parameters have rooms, and only while nobody's hook may change the gradient on the
-way.
+size costs a fifth of a step on a CPU. A function that borrows the slot of a parameter writes there and returns the
+borrowed tensor itself to autograd, which takes it as the gradient and calls its hooks as ever; so the gradient is in
+its place. A second function of the same backward gets no slot, since autograd may have summed the first gradient
+already. Only big parameters have slots, and only while no hook of the user may change the gradient on the way.
 """
 
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 @dataclass(slots=True)
 class Lent:
-    """What a room is lent for.
+    """A slot on loan.
 
     Attributes:
         tensor: in the shape of the parameter, and of its dtype.
@@ -47,40 +46,27 @@ class RowGradient:
 
 
 class GradientSlot(Protocol):
-    """The room of one parameter."""
+    """The slot of one parameter's gradient."""
 
     def lend(self, parameter: Tensor) -> Lent | None:
-        """The room of this parameter, inside of a backward; None where the gradient has to be a tensor of its own."""
+        """The slot of this parameter, inside of a backward; None where the gradient has to be a tensor of its own."""
 
     def leave(self, parameter: Tensor, rows: RowGradient) -> bool:
         """Have these rows added to the gradient that another function of this backward makes; False if none is."""
 
 
-class LentRooms(Protocol):
-    """The rooms of the parameters of one flat, by their numbers."""
-
-    def begin(self) -> None:
-        """A backward begins."""
-
-    def lend(self, number: int, adds: bool) -> Lent | None:
-        """The room of one gradient, which is to be added where `adds`; None where it has to be a tensor of its own."""
-
-    def leave(self, number: int, rows: RowGradient) -> bool:
-        """Add rows to the gradient that is made in a room, once it has come; False where none is being made."""
+_slots: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of parameters; an attribute would be pickled with them
 
 
-_rooms: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of parameters; an attribute would be pickled with them
-
-
-def offer_slot(parameter: Tensor, room: GradientSlot) -> None:
-    """Let functions that use this parameter find its room."""
-    _rooms[parameter] = room
+def offer_slot(parameter: Tensor, slot: GradientSlot) -> None:
+    """Let functions that use this parameter find its slot."""
+    _slots[parameter] = slot
 
 
 def slot_of(parameter: Tensor) -> GradientSlot | None:
-    """The room of a parameter; None if it has none."""
-    room: GradientSlot | None = _rooms.get(parameter)
-    return room
+    """The slot of a parameter; None if it has none."""
+    slot: GradientSlot | None = _slots.get(parameter)
+    return slot
 
 
 def reached(parameter: Tensor) -> bool:

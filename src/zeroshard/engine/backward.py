@@ -102,9 +102,9 @@ class Backward:
             self.losses.kinds |= BY_MEAN  # loss.backward() of the user's own
         for gradients in self.gradients:
             gradients.shown.begin()
-            gradients.rooms.begin()
+            gradients.buffer.begin()
             if not self.explicit:
-                gradients.arrived = bytearray(len(gradients.written))
+                gradients.arrived = bytearray(len(gradients.arrived))
         self.count += 1
         if self.count > 1 and not self.explicit:  # an order says beforehand how many backwards add up
             for gradients in self.gradients:
@@ -167,7 +167,7 @@ class Backward:
         return [
             unit
             for unit, shards in enumerate(self._gradients)
-            if any(any(gradients.written) and gradients.reduction.needed for gradients in shards)
+            if any(gradients.holds and gradients.reduction.needed for gradients in shards)
         ]
 
     def listen(self, gradients: Gradients, parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -180,11 +180,11 @@ class Backward:
             offer_slot(parameter, receipt)
 
     def lend(self, gradients: Gradients, number: int) -> Lent | None:
-        """The room of one parameter's gradient; see `autograd.gradient_slot`."""
+        """The slot of one parameter's gradient; see `autograd.gradient_slot`."""
         self.begin()
         if gradients.reduction.in_flight:
             self.reductions.finish()
-        return gradients.rooms.lend(number, bool(gradients.written[number]))
+        return gradients.lend(number)
 
     def receive(self, gradients: Gradients, number: int, gradient: torch.Tensor | None) -> None:
         """Move one parameter's gradient into its flat buffer, if there is one; reduce the unit if it is complete."""
@@ -246,7 +246,7 @@ class _Receipt:
         self.empty = False
 
     def lend(self, parameter: torch.Tensor) -> Lent | None:
-        """The room of the gradient, unless it goes elsewhere, or the user's hook is to see it on its way."""
+        """The slot of the gradient, unless it goes elsewhere, or the user's hook is to see it on its way."""
         backward, gradients = self.backward(), self.gradients()
         if backward is None or gradients is None or not goes_straight(parameter):
             return None
@@ -255,7 +255,7 @@ class _Receipt:
     def leave(self, parameter: torch.Tensor, rows: RowGradient) -> bool:
         """Have rows added to the gradient, once it has come."""
         gradients = self.gradients()
-        return gradients is not None and gradients.rooms.leave(self.number, rows)
+        return gradients is not None and gradients.buffer.leave(self.number, rows)
 
     def __call__(self, parameter: torch.Tensor) -> None:
         backward, gradients = self.backward(), self.gradients()

@@ -18,6 +18,7 @@ from zeroshard.engine.backward import Backward
 from zeroshard.engine.build import Assembly
 from zeroshard.errors import NonFiniteError, PlanError
 from zeroshard.parts.axes import Axes
+from zeroshard.parts.gradients import edit_sum
 from zeroshard.parts.part import Counted, Part
 from zeroshard.platform import ranges
 from zeroshard.step.agreement import Answer, check_together, written_flags
@@ -121,7 +122,7 @@ class Update:
         settled = self.settle(step, f"clip_grad_value({limit:.9g})")
         if hides or math.isfinite(settled.norm):
             for _, gradients in self._trained:
-                gradients.change(partial(_clamp, limit=limit * scale / settled.gain))
+                edit_sum(gradients, partial(_clamp, limit=limit * scale / settled.gain))
             self._settled = None  # the norm is another one now
 
     def discard(self, drop: bool = True) -> None:
@@ -260,7 +261,7 @@ class Update:
         for part, gradients in copied:
             assert part.place.copies is not None
             over = partial(average, comm=part.place.copies.comm, arena=arena, label=f"replicas of {part.flat.label}")
-            gradients.change(over, filled=True)
+            edit_sum(gradients, over, filled=True)
         return bool(copied)
 
     def _counted(self) -> list[Counted]:
@@ -286,7 +287,7 @@ class Update:
         place = 0
         for gradients in self._backward.gradients:
             count = len(gradients.written_in_step)
-            gradients.written_in_step[:] = settled.written[place : place + count]
+            gradients.written_in_step = settled.written[place : place + count]
             place += count
 
 

@@ -244,9 +244,9 @@ class _Gradients:
 
 
 def _scaled(made: Tensor, scale: Tensor, dtype: torch.dtype, of: Tensor | None) -> Tensor:
-    """The gradient `made` times `scale`: in its own memory, or in the room of the parameter that it is of."""
-    room = None if of is None else slot_of(of)
-    lent = None if room is None or of is None else room.lend(of)
+    """The gradient `made` times `scale`: in its own memory, or in the slot of its parameter."""
+    slot = None if of is None else slot_of(of)
+    lent = None if slot is None or of is None else slot.lend(of)
     if lent is None:
         return made.mul_(scale).to(dtype)
     if lent.adds:

@@ -5,7 +5,7 @@ from typing import Protocol
 
 import torch
 
-from zeroshard.autograd.gradient_slot import LentRooms
+from zeroshard.autograd.gradient_slot import Lent, RowGradient
 from zeroshard.parts.planned import Planned, Wire, Work
 from zeroshard.units import Flat
 
@@ -123,30 +123,51 @@ class Shown(Protocol):
         """Refuse what autograd has added to gradients that are on their way to other ranks."""
 
 
+class Slots(Protocol):
+    """The gradient buffer of one flat, as slots that are lent."""
+
+    def begin(self) -> None:
+        """A backward begins."""
+
+    def leave(self, number: int, rows: RowGradient) -> bool:
+        """Add rows to the gradient that is made in a slot, once it has come; False where none is being made."""
+
+
 class Gradients(Protocol):
-    """The gradients of a trainable flat; see `zeroshard.zero.gradients.Gradients`.
+    """The gradients of a trainable flat; see `zero.gradients.BufferedGradients`.
 
     Attributes:
         first_small: the number from which on autograd adds gradients up itself.
         arrived: per parameter, whether its gradient, or None, came in the backward under way, as far as collected.
-        written: per parameter, whether it got a gradient since the last reduction.
-        written_in_step: per parameter, whether it got a gradient since the last update.
     """
 
     flat: Flat
     reduction: Reduction
     first_small: int
     arrived: bytearray
-    written: bytearray
-    written_in_step: bytearray
+
+    @property
+    def written_in_step(self) -> bytes:
+        """Per parameter, 1 where it got a gradient since the last update, on this rank or as set."""
+
+    @written_in_step.setter
+    def written_in_step(self, written: bytes) -> None:
+        """Take over where a gradient came on any rank, once all are reduced."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether any gradient came to the buffer since the last reduction."""
 
     @property
     def shown(self) -> Shown:
         """The values of `p.grad` of its parameters."""
 
     @property
-    def rooms(self) -> LentRooms:
-        """Where functions may make gradients themselves."""
+    def buffer(self) -> Slots:
+        """Where gradients arrive."""
+
+    def lend(self, number: int) -> Lent | None:
+        """The slot of one parameter's gradient; None where it has to be a tensor of its own."""
 
     @property
     def layout(self) -> tuple[bool, bool]:
@@ -177,9 +198,6 @@ class Gradients(Protocol):
     def settle(self) -> GradientSum:
         """The sum of the step, with nothing under way."""
 
-    def change(self, edit: Callable[[torch.Tensor], object], filled: bool = False) -> None:
-        """Change the sum of the step [S] in place."""
-
     def for_update(self, reads: bool = False) -> list[torch.Tensor]:
         """The gradient over the elements that this rank updates; `reduction.used` comes after the update.
 
@@ -195,3 +213,14 @@ class Gradients(Protocol):
 
     def wire(self, work: Work) -> Wire:
         """Planned elements that they send in a step."""
+
+
+def edit_sum(gradients: Gradients, edit: Callable[[torch.Tensor], object], filled: bool = False) -> None:
+    """Change the sum of a step [S] in place, once all gradients are reduced.
+
+    Args:
+        filled: from now on the sum holds gradients of other ranks, even if this rank has none.
+    """
+    total = gradients.settle()
+    edit(total.settle())
+    total.changed(filled)

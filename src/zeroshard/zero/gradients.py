@@ -1,5 +1,17 @@
 """Gradients of one flat buffer: received from autograd, reduced to the rank that owns the slice, kept or dropped.
 
+The states of one parameter's gradient (`GradientState`), and the calls that change them:
+
+    EMPTY     no gradient came in this step                lend -> LENT, receive -> ARRIVED
+    LENT      a function writes it into its slot           receive -> ARRIVED
+    ARRIVED   in the gradient buffer; more may be added    start_reduce -> REDUCING
+    REDUCING  under way to the owner of each slice         reduction.finish -> SUMMED
+    SUMMED    its mean is in the owner's sum               receive -> ARRIVED, consume -> EMPTY
+
+`take_back` leads from any state to EMPTY. On a single rank without a lower tier the buffer is the sum, and ARRIVED the
+last state. The objects on the way: the slot of a parameter (its hooks), `ShownGradients` (`p.grad`), `GradientBuffer`,
+a `Reduction`, a `GradientSum`; `Reductions` says which unit is reduced next.
+
 [Note: life of a gradient] Autograd hands over each parameter's gradient once per backward. It is copied (or, from
 the second backward without a reduction on, added) into the gradient buffer, laid out like the parameters, so that what
 goes on the wire is contiguous. A reduction brings each slice to its owner, who adds the ranks' copies in rank order in
@@ -14,12 +26,12 @@ do for each. Big gradients are copied one by one, while they are in the cache.
 actions says beforehand that gradients will add up, they are so from the start.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from operator import attrgetter
 
 import torch
-from torch import Tensor
 
 from zeroshard.autograd.gradient_slot import Lent, RowGradient
 from zeroshard.comm.collectives import Comm
@@ -31,6 +43,22 @@ from zeroshard.units import Flat
 from zeroshard.zero.grad_attribute import ShownGradients
 
 LAYOUT = attrgetter("layout")
+
+
+class GradientState(IntEnum):
+    """The state of one parameter's gradient; the table above says what changes it."""
+
+    EMPTY = 0
+    LENT = 1
+    ARRIVED = 2
+    REDUCING = 3
+    SUMMED = 4
+
+
+EMPTY, ARRIVED, REDUCING = map(int, (GradientState.EMPTY, GradientState.ARRIVED, GradientState.REDUCING))
+# Tables for bytes.translate, one byte for each parameter.
+GOT = bytes(state != EMPTY for state in range(256))
+SENT = bytes(REDUCING if state == ARRIVED else state for state in range(256))
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +77,10 @@ class Accumulation:
 
 
 class GradientBuffer:
-    """A buffer [N*S], contiguous so that reductions send it as it is.
+    """A buffer [N*S] with a slot for each gradient of a flat, contiguous so that reductions send it as it is.
+
+    Slots are lent to functions that make gradients in place (see [Note: gradients in place] in
+    `autograd.gradient_slot`).
 
     Args:
         kept: hold it for good; else it comes from the arena with the first gradient and goes back when it was reduced.
@@ -64,6 +95,8 @@ class GradientBuffer:
         self.dtype, self.kept = dtype, kept
         self.tensor: torch.Tensor | None = self._make() if kept else None
         self._planned = on_device(flat.index, Category.GRADIENTS, dtype.itemsize)
+        self._lent: dict[int, int] = {}  # by number, the backward in which the slot is filled
+        self._rows: dict[int, list[RowGradient]] = {}  # by number, to be added to the gradient once it has come
 
     def ready(self) -> torch.Tensor:
         """The buffer [N*S], taken from the arena if there is none."""
@@ -97,72 +130,46 @@ class GradientBuffer:
         if self.kept:
             yield self._planned
 
-    def _make(self) -> torch.Tensor:
-        index = self._flat.index
-        nbytes, padding = (n * self.dtype.itemsize for n in (index.padded_numel, index.padding))
-        self._ledger.take(Category.GRADIENTS, nbytes, f"gradients {self._flat.label}", padding)
-        return self._comm.buffer(index.padded_numel, self.dtype)
-
-
-class GradientRooms:
-    """The gradient buffer of a flat, parameter by parameter.
-
-    Args:
-        total: shares memory with the buffer, perhaps.
-        reduction: sends what is in the buffer.
-    """
-
-    def __init__(self, flat: Flat, buffer: GradientBuffer, total: GradientSum, reduction: Reduction) -> None:
-        self._flat, self._buffer, self._sum, self._reduction = flat, buffer, total, reduction
-        self._lent: dict[int, int] = {}  # by number, the backward that has not handed the gradient over yet
-        self._rows: dict[int, list[RowGradient]] = {}  # by number, to be added to the gradient once it has come
-
-    def ready(self) -> Tensor:
-        """The gradient buffer, free to be written."""
-        self._reduction.finish()  # the caller finishes reductions of several flats in order
-        self._reduction.release()
-        buffer = self._buffer.ready()
-        self._sum.make_way()
-        return buffer
-
     def begin(self) -> None:
-        """A backward begins; what an interrupted one had borrowed is free again."""
+        """A backward begins; slots that an interrupted one had borrowed are free again."""
         self._lent.clear()
         self._rows.clear()
 
-    def lend(self, number: int, adds: bool) -> Lent | None:
-        """The room of parameter `number`; None while it is lent, or where the buffer has another dtype.
-
-        Args:
-            adds: whether there is an earlier gradient in it.
-        """
-        if self._buffer.dtype is not self._flat.dtype or number in self._lent:
-            return None
+    def lend(self, number: int) -> bool:
+        """Lend the slot of parameter `number`; False while it is lent, or where the buffer has another dtype."""
+        if self.dtype is not self._flat.dtype or number in self._lent:
+            return False
         self._lent[number] = torch._C._current_graph_task_id()
-        return Lent(self._flat.view(self.ready(), number), adds)
+        return True
+
+    def lent(self, number: int) -> bool:
+        """Whether a gradient is being made in this slot."""
+        return number in self._lent
 
     def leave(self, number: int, rows: RowGradient) -> bool:
-        """Keep rows until the gradient has come that is made in this room; False where none is, by this backward."""
+        """Add rows to the gradient that this backward makes in a slot, once it has come; False where it makes none."""
         if self._lent.get(number) != torch._C._current_graph_task_id():
             return False
         self._rows.setdefault(number, []).append(rows)
         return True
 
-    def complete(self, number: int, gradient: Tensor) -> None:
-        """Add the rows that were left to the gradient that has come."""
+    def store(self, view: torch.Tensor, number: int, gradient: torch.Tensor, adds: bool) -> None:
+        """Put a gradient that has come into its slot, or add it to the earlier one there.
+
+        Args:
+            view: the slot.
+            adds: whether there is an earlier one.
+        """
+        if self._lent.get(number) == torch._C._current_graph_task_id():
+            del self._lent[number]
+            if gradient.untyped_storage()._cdata != view.untyped_storage()._cdata:
+                view.copy_(gradient)  # what was made in the slot was summed with others, or copied
+        elif adds or number in self._lent:
+            view.add_(gradient)
+        else:
+            view.copy_(gradient)
         for rows in self._rows.pop(number, ()):
-            rows.add_to(gradient)
-
-    def holds(self, number: int) -> bool:
-        """Whether a gradient is made in this room that was not handed over."""
-        return number in self._lent
-
-    def take_back(self, number: int) -> bool:
-        """Whether the gradient that comes now contains what was made in its room; from then on it is not lent."""
-        if self._lent.get(number) != torch._C._current_graph_task_id():
-            return False
-        del self._lent[number]
-        return True
+            rows.add_to(view)
 
     def refuse_lent(self) -> None:
         """Refuse to send a gradient that a backward around this one is still making.
@@ -177,6 +184,12 @@ class GradientRooms:
                 f"both in a re-entrant recomputation and outside of it. Use checkpoint(use_reentrant=False)."
             )
 
+    def _make(self) -> torch.Tensor:
+        index = self._flat.index
+        nbytes, padding = (n * self.dtype.itemsize for n in (index.padded_numel, index.padding))
+        self._ledger.take(Category.GRADIENTS, nbytes, f"gradients {self._flat.label}", padding)
+        return self._comm.buffer(index.padded_numel, self.dtype)
+
 
 class BufferedGradients:
     """The gradients of a trainable flat.
@@ -190,11 +203,9 @@ class BufferedGradients:
     Attributes:
         reduction: how they get to the rank that owns the slice.
         shown: what `p.grad` of its parameters is.
-        rooms: where functions may make gradients themselves.
+        buffer: where gradients arrive.
         first_small: the number from which on autograd adds gradients up itself ([Note: small parameters]).
         arrived: per parameter, whether its gradient, or None, came in the backward under way, as far as collected.
-        written: per parameter, whether it got a gradient since the last reduction.
-        written_in_step: per parameter, whether it got a gradient since the last update.
     """
 
     def __init__(
@@ -208,14 +219,31 @@ class BufferedGradients:
         batches: bool = True,
     ) -> None:
         self.flat, self.reduction, self._opens = flat, reduction, opens
-        self._buffer, self._sum, self._interval = buffer, total, interval
+        self.buffer, self._sum, self._interval = buffer, total, interval
         self.first_small = 0 if opens else flat.first_small if batches else len(flat.parameters)
         self.shown = ShownGradients(flat, self.first_small)
-        self.rooms = GradientRooms(flat, buffer, total, reduction)
         self.arrived = bytearray(len(flat.parameters))
-        self.written = bytearray(len(flat.parameters))
-        self.written_in_step = bytearray(len(flat.parameters))
+        self._states = bytearray(len(flat.parameters))  # EMPTY, ARRIVED or REDUCING; `state_of` finds the others
         self._planned = total.wide, buffer.dtype.itemsize >= 4
+
+    @property
+    def written_in_step(self) -> bytes:
+        """Per parameter, 1 where it got a gradient since the last update, on this rank or as set."""
+        return bytes(self._states.translate(GOT))
+
+    @written_in_step.setter
+    def written_in_step(self, written: bytes) -> None:
+        """Take over where a gradient came on any rank, once all are reduced."""
+        if written == self.written_in_step:
+            return
+        for number, state in enumerate(self._states):
+            if bool(state) != bool(written[number]):
+                self._states[number] = REDUCING if written[number] else EMPTY
+
+    @property
+    def holds(self) -> bool:
+        """Whether any gradient came to the buffer since the last reduction."""
+        return ARRIVED in self._states or self._holds_others
 
     def listen(self, parameters: Sequence[torch.nn.Parameter]) -> int:
         """Show the gradients of these parameters, which stand for those of the flat.
@@ -226,7 +254,7 @@ class BufferedGradients:
         if not self._opens:
             self.shown.listen(parameters)
             return self.first_small
-        buffer = self._buffer.ready()
+        buffer = self.buffer.ready()
         if not self.shown.opened:  # else there may be gradients, which the update under way is about to use
             buffer.zero_()
         self.shown.open(parameters, buffer)
@@ -240,12 +268,12 @@ class BufferedGradients:
         (numbers, filled, found), self.shown.earlier = self.shown.collect(), 0
         if found:
             self._take(found)
-        if not earlier and len(found) == len(self.written) - self.first_small:
-            for flags in (self.arrived, self.written, self.written_in_step):
-                flags[self.first_small :] = b"\1" * len(found)
+        if not earlier and len(found) == len(self._states) - self.first_small:
+            self.arrived[self.first_small :] = b"\1" * len(found)
+            self._states[self.first_small :] = bytes([ARRIVED]) * len(found)
             return
         for number in filled:
-            self.written[number] = self.written_in_step[number] = 1
+            self._states[number] = ARRIVED
         for number in numbers[earlier:]:
             self.arrived[number] = 1
 
@@ -264,7 +292,7 @@ class BufferedGradients:
         if found:
             self._zero(found)
         for number in gone:
-            self.written[number] = self.written_in_step[number] = 0
+            self._states[number] = EMPTY
         return found
 
     def receive(self, number: int, gradient: torch.Tensor | None) -> None:
@@ -284,24 +312,23 @@ class BufferedGradients:
             raise PlanError(
                 f"The gradient of '{name}' is sparse; flat buffers are dense. Build its layer with sparse=False."
             )
-        view = self.flat.view(self.rooms.ready(), number)
-        if self.rooms.take_back(number):
-            if gradient.untyped_storage()._cdata != view.untyped_storage()._cdata:
-                view.copy_(gradient)  # it was summed with others, or copied
-        elif self.written[number] or self.shown.opened or self.rooms.holds(number):
-            view.add_(gradient)
-        else:
-            view.copy_(gradient)
-        self.rooms.complete(number, view)
-        self.written[number] = self.written_in_step[number] = 1
+        adds = self._adds(number) or self.shown.opened
+        self.buffer.store(self.flat.view(self._writable(), number), number, gradient, adds)
+        self._states[number] = ARRIVED
+
+    def lend(self, number: int) -> Lent | None:
+        """The slot of parameter `number`, for a function that makes its gradient there; None where it is not free."""
+        if not self.buffer.lend(number):
+            return None
+        return Lent(self.flat.view(self._writable(), number), self._adds(number))
 
     def widen(self) -> None:
         """Keep sums over several backwards in fp32 from now on ([Note: fp32 accumulation])."""
         if self.flat.dtype.itemsize >= 4:
             return
         self._sum.widen()
-        if self._buffer.dtype.itemsize < 4 and any(self.written):
-            self._buffer.widen()
+        if self.buffer.dtype.itemsize < 4 and self.holds:
+            self.buffer.widen()
 
     @property
     def layout(self) -> tuple[bool, bool]:
@@ -312,14 +339,14 @@ class BufferedGradients:
         if self.flat.dtype.itemsize >= 4:
             return False, False
         planned_sum, planned_buffer = self._planned
-        return self._sum.wide and not planned_sum, self._buffer.dtype.itemsize >= 4 and not planned_buffer
+        return self._sum.wide and not planned_sum, self.buffer.dtype.itemsize >= 4 and not planned_buffer
 
     @layout.setter
     def layout(self, wide: tuple[bool, bool]) -> None:
         """Take the buffers that an earlier run had come to need, so that sums round alike here."""
         wide_sum, wide_buffer = wide
-        if wide_buffer and self._buffer.dtype.itemsize < 4:
-            self._buffer.widen()
+        if wide_buffer and self.buffer.dtype.itemsize < 4:
+            self.buffer.widen()
         if wide_sum and not self._sum.wide:
             self._sum.widen(empty=True)
 
@@ -328,31 +355,20 @@ class BufferedGradients:
         if not self.reduction.needed:
             return
         self.collect()
-        if self.reduction.local and not any(self.written):
+        if self.reduction.local and not self.holds:
             return
-        self.rooms.refuse_lent()
-        self._zero_unwritten(self.rooms.ready())
+        self.buffer.refuse_lent()
+        self._zero_unwritten(self._writable())
         self.reduction.start()
-        self.written = bytearray(len(self.written))
+        self._states = self._states.translate(SENT)
 
     def settle(self) -> GradientSum:
         """The sum of the step, after its reductions; call it when all gradients are reduced."""
         self.reduction.finish()
         self.reduction.release()
         if not self.reduction.needed:
-            self._zero_unwritten(self._buffer.ready())
+            self._zero_unwritten(self.buffer.ready())
         return self._sum
-
-    def change(self, edit: Callable[[torch.Tensor], object], filled: bool = False) -> None:
-        """Change the sum of the step [S] in place; call it when all gradients are reduced.
-
-        Args:
-            filled: from now on the sum holds gradients of other ranks, even if this rank has none.
-        """
-        edit(self.settle().settle())
-        self._sum.changed(filled)
-        if filled and not self.reduction.needed:
-            self.written = bytearray(b"\1" * len(self.written))
 
     def for_update(self, reads: bool = False) -> list[torch.Tensor]:
         """The gradient over the elements that this rank updates: its slice [S], or at stage 0 all [N*S], gathered.
@@ -366,18 +382,17 @@ class BufferedGradients:
     def consume(self) -> None:
         """Drop the step's gradients: they were used, or the step was skipped."""
         self.reduction.release()
-        self._buffer.drop()
+        self.buffer.drop()
         if self.shown.opened:
-            self._buffer.ready().zero_()
+            self.buffer.ready().zero_()
         self.shown.forget()
         self._sum.consume()
-        self.written = bytearray(len(self.written))
-        self.written_in_step = bytearray(len(self.written))
+        self._states = bytearray(len(self._states))
         self.shown.consumed()
 
     def planned(self) -> Iterator[Planned]:
         """Planned bytes of the buffer and the sum."""
-        yield from self._buffer.planned()
+        yield from self.buffer.planned()
         yield from self._sum.planned()
 
     def wire(self, work: Work) -> Wire:
@@ -387,17 +402,18 @@ class BufferedGradients:
 
     def _take(self, found: Mapping[int, torch.Tensor]) -> None:
         """Copy gradients of small parameters into the buffer, or add them to what came since the last reduction."""
-        buffer, index, before = self.rooms.ready(), self.flat.index, self.written[self.first_small :]
+        buffer, index, numbers = self._writable(), self.flat.index, range(self.first_small, len(self._states))
+        earlier = len(numbers) if self._holds_others else self._states.count(ARRIVED, self.first_small)
         if torch.is_grad_enabled() or set(map(LAYOUT, found.values())) != {torch.strided}:
             found = {n: each.detach().to_dense() for n, each in found.items()}
-        if len(found) == len(before) and (all(before) or not any(before)):
+        if len(found) == len(numbers) and earlier in (0, len(numbers)):
             region = buffer[index.entries[self.first_small].offset : index.numel]
-            each = torch._C._nn.flatten_dense_tensors([found[n] for n in range(self.first_small, len(self.written))])
-            region.add_(each) if all(before) else region.copy_(each)
+            each = torch._C._nn.flatten_dense_tensors([found[number] for number in numbers])
+            region.add_(each) if earlier else region.copy_(each)
             return
         for number, gradient in found.items():
             view = self.flat.view(buffer, number)
-            view.add_(gradient) if self.written[number] else view.copy_(gradient)
+            view.add_(gradient) if self._adds(number) else view.copy_(gradient)
 
     def _zero(self, numbers: Sequence[int]) -> None:
         """Zero the gradients of these parameters in this step, on this rank: in the buffer and in the sum."""
@@ -406,16 +422,41 @@ class BufferedGradients:
         start, stop = self._interval
         for entry in (self.flat.index.entries[number] for number in numbers):
             low, high = max(start, entry.offset), min(stop, entry.stop)
-            if self._buffer.tensor is not None:
-                self._buffer.tensor[entry.offset : entry.stop].zero_()
+            if self.buffer.tensor is not None:
+                self.buffer.tensor[entry.offset : entry.stop].zero_()
             if low < high:
                 self._sum.clear(low - start, high - start)
         self._sum.changed()
 
+    def _writable(self) -> torch.Tensor:
+        """The gradient buffer, which no reduction and no sum needs any more as it is."""
+        self.reduction.finish()  # the caller finishes reductions of several flats in order
+        self.reduction.release()
+        buffer = self.buffer.ready()
+        self._sum.make_way()
+        return buffer
+
+    @property
+    def _holds_others(self) -> bool:
+        """Whether the buffer, which is the sum, holds gradients of replicas, of all parameters."""
+        return not self.reduction.needed and self._sum.adds
+
+    def _adds(self, number: int) -> bool:
+        """Whether the slot of a parameter holds an earlier gradient."""
+        return self._states[number] == ARRIVED or self._holds_others
+
     def _zero_unwritten(self, buffer: torch.Tensor) -> None:
-        if not all(self.written):
-            for number, entry in enumerate(self.flat.index.entries):
-                if not self.written[number]:
+        if self._states.count(ARRIVED) < len(self._states) and not self._holds_others:
+            for state, entry in zip(self._states, self.flat.index.entries, strict=True):
+                if state != ARRIVED:
                     buffer[entry.offset : entry.stop].zero_()
         if self.flat.index.padding:
             buffer[self.flat.index.numel :].zero_()
+
+
+def state_of(gradients: BufferedGradients, number: int) -> GradientState:
+    """The state of the gradient of parameter `number` of a flat."""
+    if gradients.buffer.lent(number):
+        return GradientState.LENT
+    state = gradients._states[number]
+    return GradientState.SUMMED if state == REDUCING and not gradients.reduction.in_flight else GradientState(state)

@@ -59,7 +59,7 @@ class Reductions:
         """A backward begins that makes these units' gradients complete; `start_units` ends it."""
         self._turns = [u for u in reversed(self._order) if u in units]
         for gradients in (g for unit in units for g in self._gradients[unit]):
-            gradients.arrived = bytearray(len(gradients.written))
+            gradients.arrived = bytearray(len(gradients.arrived))
             gradients.shown.begin()
 
     def start_complete(self, first: int, complete: Callable[[int], bool]) -> None:
@@ -114,13 +114,13 @@ class Expected:
 
     def __init__(self, gradients: Sequence[Sequence[Gradients]]) -> None:
         self._gradients = gradients
-        self._all = [[b"\1" * len(g.written) for g in of_unit] for of_unit in gradients]
+        self._all = [[b"\1" * len(g.arrived) for g in of_unit] for of_unit in gradients]
         self._flags = self._all
         self._past: list[list[bytes]] | None = None
 
     def learn(self) -> None:
         """A step is over: expect from the next every parameter that came in any step so far, if without a gradient."""
-        written = [[either(bytes(g.written_in_step), bytes(g.arrived)) for g in of_unit] for of_unit in self._gradients]
+        written = [[either(g.written_in_step, bytes(g.arrived)) for g in of_unit] for of_unit in self._gradients]
         if self._past is not None and written != self._past:
             units = zip(self._past, written, strict=True)
             written = [[either(a, b) for a, b in zip(before, now, strict=True)] for before, now in units]

@@ -17,7 +17,7 @@ from moe.routings import TopRouter
 from zeroshard.autograd.gradient_slot import Lent, offer_slot, slot_of
 from zeroshard.engine.backward import Backward
 from zeroshard.errors import PlanError
-from zeroshard.zero.gradients import GradientRooms
+from zeroshard.zero.gradients import BufferedGradients, GradientState, state_of
 
 WIDTH, E = 48, 8  # stacks of more elements than small parameters have
 
@@ -63,7 +63,7 @@ Both = tuple[list[float], list[float], int]
 
 
 def both(plan: zs.Plan, mesh: Any = None, microbatches: int = 1, **options: Any) -> Both:
-    """`train` with and without rooms, and how many were lent."""
+    """`train` with and without slots, and how many were lent."""
     lent: list[Lent | None] = []
     lend = Backward.lend
 
@@ -102,7 +102,7 @@ CALLS: dict[str, dict[str, Any]] = {
 @pytest.mark.thinned
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("microbatches", [1, 2])
-def test_rooms_change_no_bit(plan: str, microbatches: int) -> None:
+def test_slots_change_no_bit(plan: str, microbatches: int) -> None:
     found, expected, lent = both(PLANS[plan], microbatches=microbatches)
     assert found == expected
     assert lent >= (2 if plan == "bf16" else 6)  # sums over microbatches are wider than gradients there
@@ -111,7 +111,7 @@ def test_rooms_change_no_bit(plan: str, microbatches: int) -> None:
 @pytest.mark.thinned
 @pytest.mark.parametrize("calls", CALLS)
 @pytest.mark.parametrize("microbatches", [1, 2])
-def test_rooms_change_nothing_however_the_layer_is_called(calls: str, microbatches: int) -> None:
+def test_slots_change_nothing_however_the_layer_is_called(calls: str, microbatches: int) -> None:
     """Sums of several uses may be made in another order."""
     found, expected, lent = both(zs.Plan(), microbatches=microbatches, **CALLS[calls])
     assert found == pytest.approx(expected, rel=2e-5) and lent >= 6
@@ -122,7 +122,7 @@ def on_ranks(mesh: zs.Mesh, zero: int) -> Both:
 
 
 @pytest.mark.parametrize("zero", by_default([0, 1, 2, 3], 1, 3))
-def test_rooms_change_no_bit_on_several_ranks(pool: Pool, zero: int) -> None:
+def test_slots_change_no_bit_on_several_ranks(pool: Pool, zero: int) -> None:
     for found, expected, lent in pool.run(on_ranks, 2, zero):
         assert found == expected and lent >= 6
 
@@ -156,22 +156,23 @@ def test_a_layer_inside_and_outside_of_a_re_entrant_recomputation_trains_as_with
 def test_a_gradient_that_is_still_being_made_is_not_sent() -> None:
     engine = zs.Engine(Net(), partial(torch.optim.SGD, lr=0.1), zs.Plan())
     name = "mixture.experts"
-    rooms = next(g.rooms for g in gradients_of(engine) if g.flat.index.entries[0].name.startswith(name))
-    assert isinstance(rooms, GradientRooms)
-    assert rooms.lend(0, False) is not None and rooms.lend(0, False) is None
+    gradients = next(g for g in gradients_of(engine) if g.flat.index.entries[0].name.startswith(name))
+    assert isinstance(gradients, BufferedGradients)
+    assert gradients.lend(0) is not None and gradients.lend(0) is None
+    assert state_of(gradients, 0) is GradientState.LENT
     with pytest.raises(PlanError, match=r"'mixture.experts.*' is made by two backwards.*use_reentrant=False"):
-        rooms.refuse_lent()
-    rooms.begin()
-    rooms.refuse_lent()
+        gradients.buffer.refuse_lent()
+    gradients.buffer.begin()
+    gradients.buffer.refuse_lent()
 
 
-def test_rooms_go_with_their_parameters() -> None:
-    class Room:
+def test_slots_go_with_their_parameters() -> None:
+    class Slot:
         def lend(self, parameter: Tensor) -> Lent | None:
             return None
 
-    parameter, room = nn.Parameter(torch.zeros(2)), Room()
+    parameter, slot = nn.Parameter(torch.zeros(2)), Slot()
     assert slot_of(parameter) is None
-    offer_slot(parameter, room)
-    assert slot_of(parameter) is room and slot_of(nn.Parameter(torch.zeros(2))) is None
+    offer_slot(parameter, slot)
+    assert slot_of(parameter) is slot and slot_of(nn.Parameter(torch.zeros(2))) is None
     assert not vars(parameter)
