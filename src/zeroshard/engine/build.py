@@ -39,8 +39,7 @@ from zeroshard.validation.arguments import groups_of, refuse_split, refuse_used
 from zeroshard.validation.memory import RoomChecks, raise_together
 from zeroshard.zero import Accumulation, BufferedGradients, ByChunk, ByPass, Residency
 from zeroshard.zero.gradients import GradientBuffer
-from zeroshard.zero.reduce import AllReduce, Direct, OwnSlice, Scatter
-from zeroshard.zero.sums import BufferSum, DeviceSum
+from zeroshard.zero.reduce import AllReduce, BufferSum, DeviceSum, Direct, OwnSlice, Scatter
 from zeroshard.zero.weights import Arrivals, Arriving, Keeper, Mapped, OnDevice, Sliced
 
 Kinds = dict[tuple[torch.dtype, bool, PlaceKind], dict[str, nn.Parameter]]

@@ -100,7 +100,7 @@ class HostSum:
         """Whether an update may leave new weights in its memory, on their way to the device."""
         return not self.wide and self.dtype == self._flat.dtype and len(self._sums) == 1
 
-    def room(self) -> torch.Tensor:
+    def slot(self) -> torch.Tensor:
         """Where the next mean [S] is to be put, on the device."""
         self._scratch = self._arena.take(self._numel, self.dtype, f"mean of {self._flat.label}")
         return self._scratch

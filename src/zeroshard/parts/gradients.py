@@ -15,24 +15,24 @@ class GradientSum(Protocol):
 
     @property
     def adds(self) -> bool:
-        """Whether the next mean is to be added to what is in `room()`."""
+        """Whether the next mean is to be added to what is in `slot()`."""
 
     @property
     def apart(self) -> bool:
-        """Whether `room()` lies outside of the gradient buffer."""
+        """Whether `slot()` lies outside of the gradient buffer."""
 
     @property
     def wide(self) -> bool:
         """Whether 16-bit gradients have come to be summed in fp32."""
 
-    def room(self) -> torch.Tensor:
+    def slot(self) -> torch.Tensor:
         """Where the next mean [S] is to be put, or added."""
 
     def put(self, mean: torch.Tensor) -> None:
-        """Take in a mean [S], in its room or elsewhere; it stays as it is until `release`."""
+        """Take in a mean [S], in its slot or elsewhere; it stays as it is until `release`."""
 
     def release(self) -> None:
-        """Wait until the room is free again."""
+        """Wait until the slot is free again."""
 
     def make_way(self) -> None:
         """The gradient buffer is about to be written."""

@@ -1,8 +1,8 @@
 """ZeRO data parallelism (Rajbhandari et al., 1910.02054): stages 0 to 3 as one mechanism.
 
 A stage only says which states a rank keeps (`residency`); gathering, freeing and reducing are the same code for all.
-Read `residency`, `weights`, `gradients` (`buffer`, `reduce`, `sums`), then the order in which units are gathered
-(`gatherer`, `gather_order`) and reduced (`reductions`), then `byte_formulas`.
+Read `residency`; `weights`; `gradients` and their states, `grad_attribute`, `reduce` (reductions and sums); the orders
+in which units are gathered (`gather_order`) and reduced (`reductions`); `byte_formulas`.
 """
 
 from zeroshard.zero.byte_formulas import StateBytes, state_bytes, wire_elements

@@ -1,21 +1,184 @@
-"""How gradients get from the gradient buffer into the sum of the rank that owns the slice.
+"""Reductions, from the gradient buffer to the owner of each slice, and the sums of means there.
 
 [Note: in flight] A reduction is started, finished and released: when it is finished, this rank's sum holds the mean;
 when it is released, all other ranks have read this rank's gradients, and the buffer may be written again.
 """
 
+from collections.abc import Iterator
 from functools import partial
 
 import torch
 
 from zeroshard.comm.collectives import Comm, Purpose
-from zeroshard.comm.pending import Exchange, InPlace, Pending
-from zeroshard.memory.ledger import Arena
+from zeroshard.comm.pending import Exchange, InPlace, Pending, add_mean
+from zeroshard.memory.ledger import Arena, Category, Ledger
 from zeroshard.parts.gradients import GradientSum
-from zeroshard.parts.planned import Wire, Work
+from zeroshard.parts.planned import Planned, Wire, Work, on_device
 from zeroshard.platform.transport import same_place
-from zeroshard.units import Flat
+from zeroshard.units import Flat, norm_of
 from zeroshard.zero.gradients import GradientBuffer
+
+
+class BufferSum:
+    """The sum of a single rank: the gradient buffer itself, to which autograd adds.
+
+    Attributes:
+        adds: whether a mean has come since the last `consume`, to which the next is added.
+    """
+
+    def __init__(self, buffer: GradientBuffer) -> None:
+        self._buffer = buffer
+        self.adds = False
+
+    @property
+    def total(self) -> torch.Tensor:
+        """The sum [S] as it is."""
+        return self._buffer.ready()
+
+    @property
+    def apart(self) -> bool:
+        """Whether it lies outside of the gradient buffer."""
+        return False
+
+    @property
+    def wide(self) -> bool:
+        """Whether it has a buffer of its own in fp32 or wider."""
+        return False
+
+    def slot(self) -> torch.Tensor:
+        """Where the next mean goes, or is added."""
+        return self.total
+
+    def put(self, mean: torch.Tensor) -> None:
+        """A mean has been written into the slot."""
+        self.adds = True
+
+    def make_way(self) -> None:
+        """The gradient buffer is about to be written; autograd adds to the sum in place."""
+
+    def widen(self, empty: bool = False) -> None:
+        """The gradient buffer is widened by itself."""
+
+    def release(self) -> None:
+        """Nothing is under way."""
+
+    def settle(self) -> torch.Tensor:
+        """The sum [S] since the last `consume`."""
+        return self.total
+
+    def norm(self) -> torch.Tensor:
+        """Its 2-norm, a scalar; in fp32 at least."""
+        return norm_of(self.settle())
+
+    def clear(self, low: int, high: int) -> None:
+        """Let elements [low, high) of the slice be zeros; those in the gradient buffer are by now."""
+
+    def changed(self, filled: bool = False) -> None:
+        """The sum was changed in place; with `filled`, it holds gradients of other ranks."""
+        self.adds = self.adds or filled
+
+    def consume(self) -> None:
+        """The next mean begins a new sum."""
+        self.adds = False
+
+    def planned(self) -> Iterator[Planned]:
+        """No bytes beside the gradient buffer."""
+        yield from ()
+
+    def wire(self, work: Work) -> Wire:
+        """It stays on the device."""
+        yield from ()
+
+
+class DeviceSum(BufferSum):
+    """The sum in this rank's slice of the gradient buffer, or in a buffer of its own.
+
+    Args:
+        dtype: of a buffer of its own from the start; None for a place in the gradient buffer, as long as it can be.
+    """
+
+    def __init__(
+        self, buffer: GradientBuffer, flat: Flat, comm: Comm, ledger: Ledger, dtype: torch.dtype | None
+    ) -> None:
+        super().__init__(buffer)
+        self._flat, self._ledger, self._device = flat, ledger, comm.mesh.device
+        self._rank, self._interval = comm.mesh.rank, flat.index.interval(comm.mesh.rank)
+        self._own = None if dtype is None else self._make(dtype)
+        self._planned = dtype
+
+    @property
+    def total(self) -> torch.Tensor:
+        """The sum [S]; it may lie in the gradient buffer, whose other slices are spent then."""
+        if self._own is not None:
+            return self._own
+        start, stop = self._interval
+        whole = self._buffer.ready()
+        return whole if stop - start == whole.numel() else whole[start:stop]
+
+    @property
+    def apart(self) -> bool:
+        """Whether it lies outside of the gradient buffer."""
+        return self._own is not None
+
+    @property
+    def wide(self) -> bool:
+        """Whether it has a buffer of its own in fp32 or wider."""
+        return self._own is not None and self._own.itemsize >= 4
+
+    def make_way(self) -> None:
+        """The gradient buffer is about to be written: a sum that lies in it moves out."""
+        if self.adds and self._own is None:
+            self._separate()
+
+    def put(self, mean: torch.Tensor) -> None:
+        """A mean has come; unless it was written into the slot, copy or add it."""
+        total = self.total
+        if not same_place(mean, total):
+            total.add_(mean) if self.adds else total.copy_(mean)
+        self.adds = True
+
+    def widen(self, empty: bool = False) -> None:
+        """Be in fp32 or wider from now on.
+
+        Args:
+            empty: even while it holds nothing and has its place in the gradient buffer, unless that is as wide.
+        """
+        empty = empty and self._buffer.dtype.itemsize < 4
+        narrow = self.adds or empty if self._own is None else self._own.itemsize < 4
+        if narrow:
+            self._separate()
+
+    def settle(self) -> torch.Tensor:
+        """The sum [S] since the last `consume`, zeros if there was none."""
+        if not self.adds:
+            self.total.zero_()
+        return self.total
+
+    def clear(self, low: int, high: int) -> None:
+        """Let elements [low, high) of the slice be zeros."""
+        if self.adds:
+            self.total[low:high].zero_()
+
+    def planned(self) -> Iterator[Planned]:
+        """A slice, if it has a buffer of its own from the start; as wide as then."""
+        if self._planned is not None:
+            index = self._flat.index
+            yield on_device(index, Category.GRADIENTS, self._planned.itemsize, self._rank)
+
+    def _make(self, dtype: torch.dtype) -> torch.Tensor:
+        index, label = self._flat.index, f"gradient slice {self._flat.label}"
+        start, stop = self._interval
+        padding = index.padding_in(start, stop)
+        return self._ledger.empty(stop - start, dtype, self._device, Category.GRADIENTS, label, padding)
+
+    def _separate(self) -> None:
+        old, before = self._own, self.total
+        total = self._make(torch.promote_types(self._flat.dtype, torch.float32))
+        total.copy_(before)
+        self._own = total
+        if old is not None:
+            padding = self._flat.index.padding_in(*self._interval) * old.itemsize
+            self._ledger.give(Category.GRADIENTS, old.nbytes, f"gradient slice {self._flat.label}", padding)
 
 
 class OwnSlice:
@@ -163,7 +326,7 @@ class Scatter(OwnSlice):
         exchange.wait()
         # In place, unless the sum overlaps a copy that is read later.
         apart = self._sum.apart or len(exchange.copies) == 2
-        into = self._sum.room()
+        into = self._sum.slot()
         add_mean(self._comm, into, exchange.copies, self._arena, self._sum.adds, apart, self._divisor)
         exchange.done()
         if exchange.scratch is not None:
@@ -324,44 +487,3 @@ def average(total: torch.Tensor, comm: Comm, arena: Arena, label: str) -> None:
 
 def _take(arena: Arena, dtype: torch.dtype, label: str, numel: int) -> torch.Tensor:
     return arena.take(numel, dtype, label)
-
-
-CHUNK = 2**16  # elements that are added over the ranks at a time, so that sums stay in the cache
-LAUNCH = 2**24  # on GPUs, so that each launch has enough to do
-
-
-def add_mean(
-    comm: Comm, into: torch.Tensor, copies: list[torch.Tensor], arena: Arena, add: bool, apart: bool, divisor: int
-) -> None:
-    """Set `into` [S] to the mean of the ranks' copies [S], or add that to it; summed in rank order, in fp32 at least.
-
-    Args:
-        apart: whether `into` overlaps no copy after the second.
-        divisor: of the sum; the number of data ranks behind it.
-    """
-    sums = torch.promote_types(copies[0].dtype, torch.float32)
-    at_once = apart and not add and into.dtype == sums
-    chunk = CHUNK if into.device.type == "cpu" else LAUNCH
-    scratch = None if at_once else arena.take(min(chunk, into.numel()), sums, "sum over ranks")
-    platform, moved = comm.mesh.platform, (len(copies) + 1) * copies[0].nbytes + into.nbytes
-    if not (platform.imitates and platform.skips(moved, len(copies) + 1)):
-        _sum(into, copies, chunk, scratch, add, divisor)
-    if scratch is not None:
-        arena.give(scratch)
-
-
-def _sum(
-    into: torch.Tensor, copies: list[torch.Tensor], chunk: int, scratch: torch.Tensor | None, add: bool, divisor: int
-) -> None:
-    sums = torch.promote_types(copies[0].dtype, torch.float32)
-    for part, *others in zip(into.split(chunk), *(copy.split(chunk) for copy in copies), strict=True):
-        mean = part if scratch is None else scratch[: part.numel()]
-        if others[0].dtype == sums:
-            torch.add(others[0], others[1], out=mean)
-        else:
-            mean.copy_(others[0]).add_(others[1])
-        for other in others[2:]:
-            mean.add_(other)
-        mean.mul_(1.0 / divisor)
-        if scratch is not None:
-            part.add_(mean) if add else part.copy_(mean)
