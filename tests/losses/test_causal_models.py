@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 import zeroshard as zs
 from zeroshard.errors import PlanError
-from zeroshard.losses.causal_models import make_loss_by_chunks
-from zeroshard.losses.heads import set_loss_chunk
+from zeroshard.losses.causal_models import make_loss_by_chunks, set_loss_chunk
 from zeroshard.planner.predict.memory_tracker import Tracker
 
 transformers = pytest.importorskip("transformers")

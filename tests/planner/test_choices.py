@@ -15,7 +15,7 @@ from zeroshard.planner.choices import choices_of
 from zeroshard.planning.offers import Fastest, Fewest, Offer, Refused, Site, divisors
 from zeroshard.planning.questions import Choice, States
 from zeroshard.schedule import Layout, PipelineSchedule
-from zeroshard.schedule.few import few_microbatches, in_flight
+from zeroshard.schedule.peaks import few_microbatches, in_flight
 from zeroshard.zero import choice as zero
 
 STATES = States(trainable=1000, frozen=100, largest=300, optimizer_state=8)

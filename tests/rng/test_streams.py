@@ -20,7 +20,7 @@ from zeroshard.parts.zones import Zone
 from zeroshard.replay.replay import Replay
 from zeroshard.rng import streams
 from zeroshard.rng.streams import RankStreams, equalise
-from zeroshard.tensor.split.zones import Zones
+from zeroshard.tensor.split.collectives import Zones
 
 CPU = torch.device("cpu")
 

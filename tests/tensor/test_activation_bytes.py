@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import zeroshard as zs
-from zeroshard.tensor.byte_formulas import BlockShape, saved_bytes
+from zeroshard.reproduce.block_formulas import BlockShape, saved_bytes
 
 ROWS, POSITIONS, WIDTH, HEADS = 2, 64, 64, 4
 SHAPE = BlockShape(ROWS, POSITIONS, WIDTH, HEADS)

@@ -20,8 +20,7 @@ from zeroshard.parts.technique import NewAxis
 from zeroshard.parts.zones import DividedActivations, Division, Zone
 from zeroshard.rng.make import random_numbers_of
 from zeroshard.rng.rows import Rows
-from zeroshard.tensor.split.collectives import CopyIn, CutRows, Gathered, JoinRows, Summed, SumOut, TensorRanks
-from zeroshard.tensor.split.zones import Zones
+from zeroshard.tensor.split.collectives import CopyIn, CutRows, Gathered, JoinRows, Summed, SumOut, TensorRanks, Zones
 
 ROWS, TIME, WIDTH, HEADS, FEATURES, P = 3, 9, 8, 4, 10, 0.3
 DIM = 1  # of positions

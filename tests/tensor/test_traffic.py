@@ -15,7 +15,7 @@ from split_models.training import Run, Seen, batch, between, make_engine, take_s
 
 import zeroshard as zs
 from zeroshard.errors import PlanError
-from zeroshard.tensor.byte_formulas import BlockShape, block_messages
+from zeroshard.reproduce.block_formulas import BlockShape, block_messages
 from zeroshard.tensor.split.planned_messages import Pair
 
 INSIDE = ("sum activations", "gather activations")

@@ -15,7 +15,7 @@ from torch import Tensor
 import zeroshard as zs
 from zeroshard.errors import ModelError, PlanError
 from zeroshard.losses.absent_logits import AbsentLogits
-from zeroshard.losses.heads import set_loss_chunk
+from zeroshard.losses.causal_models import set_loss_chunk
 from zeroshard.tensor.split.logits import ShardedLogits
 
 transformers = pytest.importorskip("transformers")

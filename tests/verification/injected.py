@@ -16,8 +16,7 @@ from zeroshard.engine import update as update_module
 from zeroshard.pipeline.run.tied_weights import _Lent
 from zeroshard.step.losses import Loss
 from zeroshard.tensor.split import technique as tensor_module
-from zeroshard.tensor.split.layers import RowForward
-from zeroshard.tensor.split.overlap import Input
+from zeroshard.tensor.split.layers import Input, RowForward
 from zeroshard.zero.reduce import Scatter
 from zeroshard.zero.weights import Sliced
 

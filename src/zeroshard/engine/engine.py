@@ -30,7 +30,7 @@ from zeroshard.engine.state import State
 from zeroshard.engine.techniques import cut_of, saving_of, step_ends_of, techniques_of
 from zeroshard.engine.update import Update
 from zeroshard.errors import BatchError, BudgetExceeded, NonFiniteError, PlanError
-from zeroshard.losses.heads import set_loss_chunk
+from zeroshard.losses.causal_models import set_loss_chunk
 from zeroshard.memory.ledger import Ledger
 from zeroshard.optim import BetweenSteps, members_of
 from zeroshard.parts.axes import Axes

@@ -1,8 +1,8 @@
-"""Causal language models of transformers, unmodified, with a loss that makes the logits by chunks.
+"""The loss of a model made by chunks: in its own head, or in an unmodified causal language model of transformers.
 
-Their forward calls the output layer, and then `self.loss_function(logits, labels, ...)`. Given labels, the output layer
-returns `AbsentLogits`; the loss function calls the layer again with these and the labels, and the layer computes the
-loss. So the weight is used inside the layer's forward, where the engine has gathered or borrowed it.
+The forward of the latter calls the output layer, and then `self.loss_function(logits, labels, ...)`. Given labels, the
+output layer returns `AbsentLogits`; the loss function calls the layer again with these and the labels, and the layer
+computes the loss. So the weight is used inside the layer's forward, where the engine has gathered or borrowed it.
 """
 
 import inspect
@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from zeroshard.errors import PlanError
 from zeroshard.losses.absent_logits import AbsentLogits, LayerCall
 from zeroshard.losses.linear_cross_entropy import OutputLayer, linear_cross_entropy
-from zeroshard.losses.vocabulary import WHOLE, Vocabulary
+from zeroshard.losses.row_gradients import WHOLE, Vocabulary
 from zeroshard.units.hooks import Hook
 
 LOSS = "ForCausalLMLoss"  # of transformers.loss.loss_utils: cross entropy of the next token
@@ -238,3 +238,34 @@ def _plain_forward(layer: nn.Linear) -> MethodType:
 
 def _same(loss: Callable[..., Any]) -> Callable[..., Any]:
     return loss
+
+
+CHUNK = "loss_chunk"  # the attribute of a module that makes the loss, with the rows of a chunk; None for the default
+
+
+def set_loss_chunk(model: nn.Module, chunk: int | None) -> None:
+    """Let the loss of `model` be made of chunks of so many rows; None leaves the model as it is.
+
+    Modules with an attribute `loss_chunk`, such as the head of the built-in model, are told of it. A causal language
+    model of transformers gets a loss that stands in for its output layer and its loss function.
+
+    Raises:
+        PlanError: the model is neither.
+    """
+    if chunk is None:
+        return
+    told = [module for module in model.modules() if hasattr(module, CHUNK)]
+    for module in told:
+        setattr(module, CHUNK, chunk)
+    if not told:
+        make_loss_by_chunks(model, chunk)
+
+
+def split_loss(model: nn.Module, layer: nn.Linear, vocabulary: Vocabulary, make: Callable[..., Any]) -> None:
+    """Let the loss of an output layer be made by ranks that have the weights of some classes each.
+
+    The loss of a causal language model of transformers is then made by chunks, without logits. The layer of any other
+    model gets the forward `make`, which stands for logits.
+    """
+    if not split_causal_loss(model, layer, vocabulary, make):
+        vars(layer)["forward"] = make

@@ -19,8 +19,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from zeroshard.autograd.gradient_slot import slot_of
 from zeroshard.errors import BatchError, ModelError, PlanError
-from zeroshard.losses.row_gradients import CrossEntropy
-from zeroshard.losses.vocabulary import WHOLE, Vocabulary
+from zeroshard.losses.row_gradients import WHOLE, CrossEntropy, Vocabulary
 
 ROWS, NBYTES = 1024, 2**26  # of a chunk by default: so many rows, or more whose logits take so much in fp32
 BLOCK_NBYTES = 2**24  # of a 16-bit product that is added to the gradient of the weight in fp32

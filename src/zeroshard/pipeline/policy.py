@@ -7,8 +7,8 @@ from typing import Literal
 from zeroshard.errors import PlanError
 from zeroshard.parts.settings import check_choice, check_flag, check_whole, names_of, shown
 from zeroshard.schedule import SCHEDULES, STREAMING, Layout, Loan, PipelineSchedule
-from zeroshard.schedule.few import MOST_FILLED
 from zeroshard.schedule.orders import check
+from zeroshard.schedule.peaks import MOST_FILLED
 
 MOST_CHUNKS = 2**16
 SHORT = 4  # stages in which the first and the last of many are as in the whole pipeline

@@ -28,11 +28,10 @@ from zeroshard.pipeline.cut.chain import Chain, Layer
 from zeroshard.pipeline.partition.balance import balance
 from zeroshard.pipeline.partition.measure import measure
 from zeroshard.pipeline.policy import Cut, Pipeline
-from zeroshard.pipeline.replaced import Replaced, replaced
 from zeroshard.pipeline.run.borrowed import Borrowed
 from zeroshard.pipeline.run.deferred import Deferral
 from zeroshard.pipeline.run.scattered import Scattered
-from zeroshard.pipeline.whole import DtypeOf, WholeModel
+from zeroshard.pipeline.whole import DtypeOf, Replaced, WholeModel, replaced
 from zeroshard.schedule import Loan, PipelineSchedule, verify
 from zeroshard.schedule.orders import warm_up
 from zeroshard.step.losses import means_alone

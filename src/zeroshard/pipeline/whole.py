@@ -10,15 +10,30 @@ from torch import nn
 from zeroshard.comm.collectives import Comm
 from zeroshard.comm.mesh import Mesh
 from zeroshard.memory.ledger import Ledger
-from zeroshard.parts.place import Axis
+from zeroshard.parts.place import Axis, Cuts
 from zeroshard.parts.planned import Planned
 from zeroshard.parts.technique import Technique
 from zeroshard.pipeline.cut.chain import Layer
 from zeroshard.pipeline.policy import Cut
-from zeroshard.pipeline.replaced import Replaced, replaced
 from zeroshard.schedule import PipelineSchedule
 from zeroshard.units import Unit, find_units
 from zeroshard.units.materialise import take_from_rank_0
+
+Replaced = tuple[Cuts, dict[nn.Parameter, nn.Parameter]]
+
+
+def replaced(model: nn.Module, technique: Technique, axes: Mapping[str, Axis]) -> Replaced:
+    """Let a technique cut a model.
+
+    Returns:
+        what it says of parameters; and of each that is gone the one that took its place, by name.
+    """
+    before = dict(model.named_parameters())
+    cuts = technique.cut(model, axes)
+    after = dict(model.named_parameters())
+    assert before.keys() == after.keys(), before.keys() ^ after.keys()
+    return cuts, {parameter: after[name] for name, parameter in before.items() if after[name] is not parameter}
+
 
 DtypeOf = Callable[[nn.Parameter], torch.dtype]
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from zeroshard.doctor.hardware import Device, Machines
-from zeroshard.tensor.byte_formulas import BlockShape
+from zeroshard.reproduce.block_formulas import BlockShape
 
 DTYPE, NBYTES = "fp16", 2
 MULTIPROCESSORS = 108  # of an A100

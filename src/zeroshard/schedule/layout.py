@@ -1,6 +1,5 @@
 """Layout: chunks and microbatches of each rank."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -109,8 +108,3 @@ class Layout:
         """The rank on which a microbatch meets a chunk: that in a place among those of the replica."""
         stage = chunk % self.stages
         return self.first_ranks[stage] + microbatch % self.replicas[stage] * self.ranks_per_replica + place
-
-    def microbatches_of(self, rank: int, first: int, last: int) -> Iterator[int]:
-        """The microbatches of [first, last) that come to a rank."""
-        replicas, own = self.replicas[self.stage_of(rank)], self.replica_of(rank)
-        return iter(range(first + (own - first) % replicas, last, replicas))

@@ -4,15 +4,17 @@ The lists are those that are executed. Times are in seconds; whole numbers and f
 """
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from statistics import median
 from typing import Any
 
 from zeroshard.errors import PlanError
 from zeroshard.schedule.actions import Action, Kind, Schedule
 from zeroshard.schedule.layout import Layout
+from zeroshard.schedule.pipeline import PipelineSchedule
 
 F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT  # noqa: E741
 SEND_F, SEND_B = Kind.SEND_FORWARD, Kind.SEND_BACKWARD
@@ -375,3 +377,32 @@ def _steady(lists: Sequence[Schedule], spans: list[list[Span]], layout: Layout) 
     within = [max(0, min(end, last) - max(start, first)) for row in spans for _, start, end in row]
     whole = (last - first) * len(spans)
     return Steady((last - first) / (count * shared), (whole - sum(within)) / whole if whole else 0)
+
+
+TIMES = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.INPUT_GRADIENT: "input_gradient",
+    Kind.WEIGHT_GRADIENT: "weight_gradient",
+    Kind.UPDATE: "update",
+}
+
+
+def costs_of(spans: Sequence[Sequence[Span]], pipeline: PipelineSchedule) -> Costs:
+    """The costs of each chunk: the median seconds of each kind of action. Messages cost nothing."""
+    seconds = medians(spans)
+    given: dict[str, Any] = {}
+    for kind, name in TIMES.items():
+        values = tuple(seconds.get((kind, c), 0.0) for c in range(pipeline.layout.all_chunks))
+        if any(values) or name in ("forward", "backward"):
+            given[name] = values
+    return Costs(**given)
+
+
+def medians(spans: Sequence[Sequence[Span]]) -> dict[tuple[Kind, int], float]:
+    """The median seconds of each kind of action, by kind and chunk."""
+    times: dict[tuple[Kind, int], list[float]] = defaultdict(list)
+    for rank in spans:
+        for action, start, end in rank:
+            times[action.kind, action.chunk].append(end - start)
+    return {key: median(seconds) for key, seconds in times.items()}

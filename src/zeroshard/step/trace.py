@@ -11,7 +11,7 @@ from zeroshard.memory.transfers import TaskSpan
 from zeroshard.parts.part import TracedWork
 from zeroshard.platform.ranges import profiled
 from zeroshard.schedule.run import Interpreter, Timed
-from zeroshard.schedule.spans import TIMES
+from zeroshard.schedule.simulate import TIMES
 from zeroshard.traffic import COMPUTE
 
 

@@ -12,8 +12,7 @@ from typing import Any
 from zeroshard.engine import Engine
 from zeroshard.memory.transfers import TaskSpan
 from zeroshard.schedule import Action
-from zeroshard.schedule.simulate import simulate
-from zeroshard.schedule.spans import Span, costs_of
+from zeroshard.schedule.simulate import Span, costs_of, simulate
 
 TIMELINE, OFFLOADED = "timeline.json", "timeline-offload.json"
 

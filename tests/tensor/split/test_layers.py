@@ -17,7 +17,7 @@ from zeroshard.comm.collectives import Comm
 from zeroshard.errors import ModelError
 from zeroshard.parts.place import Axis, Partial
 from zeroshard.tensor.split.collectives import Summing, TensorRanks
-from zeroshard.tensor.split.overlap import Input, Parameters
+from zeroshard.tensor.split.layers import Input, Parameters
 from zeroshard.traffic import Purpose
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import zeroshard as zs
 from zeroshard.errors import ModelError
 from zeroshard.losses import OutputLayer, linear_cross_entropy
-from zeroshard.losses.heads import set_loss_chunk
+from zeroshard.losses.causal_models import set_loss_chunk
 from zeroshard.tensor.split.logits import ShardedLogits
 from zeroshard.train.gpt import GPT, GPTConfig
 

@@ -11,7 +11,7 @@ from zeroshard.planner.predict.owned import fullest_of, owner_ranks
 from zeroshard.planner.predict.rehearse import Rehearsed, TrainingTask, rehearse
 from zeroshard.planner.predict.shallow import FEW, Stack, probes, shallow
 from zeroshard.planner.predict.values import refuse_too_large
-from zeroshard.schedule.few import ALIKE
+from zeroshard.schedule.peaks import ALIKE
 
 FEW_TIMED, STEP_TIMED = 4, 4  # blocks of the first run, and more of the next: enough for a measurable difference
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from zeroshard.planner.predict.rehearse import Rehearsed, highest_of
 from zeroshard.planner.predict.result import TEMPORARIES, Span
 from zeroshard.planner.predict.shallow import FEW, Stack, deepen
-from zeroshard.schedule.spans import TIMES, medians
+from zeroshard.schedule.simulate import TIMES, medians
 
 
 @dataclass(frozen=True, slots=True)

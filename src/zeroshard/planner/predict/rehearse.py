@@ -35,8 +35,8 @@ from zeroshard.planner.predict.workspaces import beside_results
 from zeroshard.platform.rehearsed import Clock, Rehearsal
 from zeroshard.schedule import PipelineSchedule
 from zeroshard.schedule.actions import COMPUTE
-from zeroshard.schedule.few import ALIKE
-from zeroshard.schedule.spans import medians
+from zeroshard.schedule.peaks import ALIKE
+from zeroshard.schedule.simulate import medians
 from zeroshard.traffic import DISK, UPDATE
 from zeroshard.units.tensors import tensors_in
 

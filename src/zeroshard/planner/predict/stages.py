@@ -21,9 +21,8 @@ from zeroshard.planner.predict.result import Span
 from zeroshard.planner.predict.shallow import Stack, deepen, shallow
 from zeroshard.planner.predict.values import refuse_too_large
 from zeroshard.schedule import Layout, PipelineSchedule
-from zeroshard.schedule.few import ALIKE, few_microbatches, in_flight
-from zeroshard.schedule.simulate import Costs, Simulation, simulate
-from zeroshard.schedule.spans import TIMES
+from zeroshard.schedule.peaks import ALIKE, few_microbatches, in_flight
+from zeroshard.schedule.simulate import TIMES, Costs, Simulation, simulate
 
 FEW_OF_STAGE = 2  # blocks of a chunk from which on every further one costs the same: a stage gathers none ahead
 STEADY = 4  # steps of a stream in which its steady state shows; where each flushes, the first is enough

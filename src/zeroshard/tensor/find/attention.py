@@ -15,9 +15,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from zeroshard.tensor.find.divisible import DoesNotDivide
 from zeroshard.tensor.find.found import Segment
-from zeroshard.tensor.find.layout import CannotSplit, SplitLayout, last_part
+from zeroshard.tensor.find.layout import CannotSplit, DoesNotDivide, SplitLayout, last_part
 from zeroshard.tensor.find.linear import LinearFeatures, class_path, linear_features
 from zeroshard.tensor.find.trial import first_tensor
 from zeroshard.tensor.split.heads import per_head

@@ -4,9 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from torch import nn
 
-from zeroshard.tensor.find.divisible import DoesNotDivide
 from zeroshard.tensor.find.found import Segment
-from zeroshard.tensor.find.layout import CannotSplit, SplitLayout
+from zeroshard.tensor.find.layout import CannotSplit, DoesNotDivide, SplitLayout
 from zeroshard.tensor.find.linear import class_path, linear_features
 
 UP = (

@@ -16,12 +16,11 @@ from zeroshard.errors import PlanError
 from zeroshard.parts.technique import CUT
 from zeroshard.tensor.find import model_trial
 from zeroshard.tensor.find.attention import KNOWN_ORDERS, attention_layouts
-from zeroshard.tensor.find.divisible import DoesNotDivide, refusal
 from zeroshard.tensor.find.feed_forward import IN_PARTS, feed_forward_layouts
 from zeroshard.tensor.find.found import AttentionSizes, FoundLayer, FoundLayers, Style
 from zeroshard.tensor.find.groups import Group, Source, is_attention, own_groups, planned_groups
 from zeroshard.tensor.find.layer_plans import PlannedLayer, model_layers, user_layers
-from zeroshard.tensor.find.layout import CannotSplit, SplitLayout
+from zeroshard.tensor.find.layout import CannotSplit, DoesNotDivide, SplitLayout, refusal
 from zeroshard.tensor.find.linear import class_path, linear_features, why_no_linear
 from zeroshard.tensor.find.small_run import Calls, likeness
 from zeroshard.tensor.find.stacks import stacks_of, why_whole_sequences

@@ -13,10 +13,9 @@ from torch import nn
 
 from zeroshard.errors import ModelError
 from zeroshard.parts.place import Partial, Split
-from zeroshard.tensor.split.collectives import CopyIn, CutRows, Gathered, JoinRows, Summed, SumOut
+from zeroshard.tensor.split.collectives import CopyIn, CutRows, Gathered, JoinRows, Summed, SumOut, Zone, Zones
 from zeroshard.tensor.split.heads import GatheredFeatures, SharedFeatures
-from zeroshard.tensor.split.overlap import AwaitedInput, is_column_product
-from zeroshard.tensor.split.zones import Zone, Zones
+from zeroshard.tensor.split.layers import AwaitedInput, is_column_product
 from zeroshard.units.hooks import Hook
 from zeroshard.units.tensors import tensors_in
 

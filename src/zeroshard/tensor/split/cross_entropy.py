@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.errors import BatchError, ModelError
-from zeroshard.losses.row_gradients import CrossEntropy
-from zeroshard.losses.vocabulary import Vocabulary
+from zeroshard.losses.row_gradients import CrossEntropy, Vocabulary
 from zeroshard.tensor.split.collectives import TensorRanks
 from zeroshard.traffic import Purpose
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from zeroshard.errors import PlanError
+from zeroshard.losses.absent_logits import TensorLike, name_of
 from zeroshard.losses.row_gradients import CrossEntropy
-from zeroshard.losses.tensor_like import TensorLike, name_of
 from zeroshard.tensor.split.collectives import CopyIn, JoinRows
 from zeroshard.tensor.split.cross_entropy import SplitVocabulary, vocabulary_cross_entropy
 

@@ -22,9 +22,8 @@ from torch import Tensor, nn
 
 from zeroshard.tensor.find.found import FoundLayer, FoundLayers, Style
 from zeroshard.tensor.find.linear import linear_features
-from zeroshard.tensor.split.collectives import SEQUENCE, TensorRanks
+from zeroshard.tensor.split.collectives import SEQUENCE, TensorRanks, Zone, Zones
 from zeroshard.tensor.split.sequence import activation_in
-from zeroshard.tensor.split.zones import Zone, Zones
 from zeroshard.traffic import Purpose
 from zeroshard.units.hooks import Hook, listen
 

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.errors import BatchError, ModelError
-from zeroshard.tensor.split.collectives import SEQUENCE, CutRows, JoinRows, TensorRanks
+from zeroshard.tensor.split.collectives import SEQUENCE, CutRows, JoinRows, TensorRanks, Zone, Zones
 from zeroshard.tensor.split.layers import Entrance
-from zeroshard.tensor.split.zones import Zone, Zones
 from zeroshard.units.hooks import Hook, listen
 
 HIDDEN = "hidden_states"  # the keyword of what goes from block to block in models of transformers

@@ -18,6 +18,7 @@ from zeroshard.parts.technique import NewAxis, neighbours
 from zeroshard.parts.zones import DividedActivations, Division
 from zeroshard.platform.accelerator import is_accelerator
 from zeroshard.platform.real import REAL
+from zeroshard.tensor.find.explain import warn_of_whole, whole_share
 from zeroshard.tensor.find.found import (
     FoundLayer,
     FoundLayers,
@@ -29,17 +30,14 @@ from zeroshard.tensor.find.found import (
 )
 from zeroshard.tensor.find.layers import find
 from zeroshard.tensor.find.linear import linear_features
-from zeroshard.tensor.find.whole_share import warn_of_whole, whole_share
 from zeroshard.tensor.policy import TensorParallel
 from zeroshard.tensor.split.check_gradients import GradientCheck
-from zeroshard.tensor.split.collectives import TensorRanks
+from zeroshard.tensor.split.collectives import TensorRanks, Zones
 from zeroshard.tensor.split.heads import RankBorders, fit_attention, fit_layer, head_dimension
-from zeroshard.tensor.split.layers import ColumnForward, Entrance, RowForward
-from zeroshard.tensor.split.overlap import Parameters
+from zeroshard.tensor.split.layers import ColumnForward, Entrance, Parameters, RowForward
 from zeroshard.tensor.split.planned_messages import PlannedMessages, pairs_of
 from zeroshard.tensor.split.sequence import SequenceBlocks, open_attention
 from zeroshard.tensor.split.vocabulary import split_embedding, split_output
-from zeroshard.tensor.split.zones import Zones
 from zeroshard.units.hooks import Hook, in_place_of
 
 AXIS = "tensor"

@@ -20,12 +20,12 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from zeroshard.errors import ModelError
-from zeroshard.losses.heads import CHUNK, split_loss
+from zeroshard.losses.causal_models import CHUNK, split_loss
 from zeroshard.losses.linear_cross_entropy import OutputLayer, linear_cross_entropy
 from zeroshard.tensor.split.collectives import CopyIn, SumOut, TensorRanks
 from zeroshard.tensor.split.cross_entropy import SplitVocabulary
+from zeroshard.tensor.split.layers import Input, Parameters, column_product
 from zeroshard.tensor.split.logits import ShardedLogits
-from zeroshard.tensor.split.overlap import Input, Parameters, column_product
 from zeroshard.traffic import Purpose
 from zeroshard.units.hooks import listen
 

@@ -104,10 +104,6 @@ class BlockMessages:
         summed = (2 * self.sums + self.scatters) * shape.elements
         return {"sum activations": summed, "gather activations": self.gathers * shape.elements}
 
-    def sent_elements(self, shape: BlockShape, ranks: int) -> Fraction:
-        """Elements that each rank sends by rings: 8·b·s·h·(t-1)/t in 4 sums (2104.04473, section 3.2)."""
-        return sum(self.wire_elements(shape).values()) * Fraction(ranks - 1, ranks)
-
 
 def block_messages(sequence: bool = False, recompute: bool = False) -> BlockMessages:
     """The collectives of a block: two sums forward and two backward (2104.04473, section 2.3).
