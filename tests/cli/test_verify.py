@@ -1,6 +1,7 @@
 """`zeroshard verify` as a person calls it."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -78,10 +79,11 @@ def test_a_model_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_difference_is_exit_code_1(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from zeroshard.engine.decision import Decision
+    from zeroshard.step.decision import Decision
 
     decide = Decision.decide
-    monkeypatch.setattr(Decision, "decide", lambda self, norm, refuse, sound=True: decide(self, 2 * norm, refuse))
+    doubled = lambda self, agreed, refuse: decide(self, replace(agreed, norm=2 * agreed.norm), refuse)  # noqa: E731
+    monkeypatch.setattr(Decision, "decide", doubled)
     with pytest.raises(SystemExit) as ended:
         run(capsys, *ONE)
     shown = capsys.readouterr().out

@@ -15,8 +15,8 @@ import zeroshard as zs
 from moe.large_tensors import made_by
 from moe.routings import TopRouter
 from zeroshard.autograd.gradient_slot import Lent, offer_slot, slot_of
-from zeroshard.engine.backward import Backward
 from zeroshard.errors import PlanError
+from zeroshard.step.backward import Backward
 from zeroshard.zero.gradients import BufferedGradients, GradientState, state_of
 
 WIDTH, E = 48, 8  # stacks of more elements than small parameters have

@@ -165,10 +165,10 @@ def train(mesh: zs.Mesh, name: str, plan: dict[str, Any], early: bool) -> tuple[
         events[-1].append(gradients.flat.unit.label)
         start(gradients)
 
-    def noted_backward(*args: Any) -> None:
+    def noted_backward(*args: Any, **kwargs: Any) -> None:
         outer = torch._C._current_graph_task_id() == -1
         events[-1] += ["["] * outer
-        backward(*args)
+        backward(*args, **kwargs)
         events[-1] += ["]"] * outer
 
     seen = []

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import zeroshard as zs
-from zeroshard.engine import backward
 from zeroshard.planner.predict.rehearse import TrainingTask
+from zeroshard.step import backward
 from zeroshard.train.gpt import GPT, GPTConfig
 
 SHAPE = GPTConfig(vocabulary=256, context=64, width=64, heads=2, layers=4)

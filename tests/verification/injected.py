@@ -12,8 +12,8 @@ import torch
 from torch.nn import functional as F
 
 from zeroshard.engine import engine as engine_module
-from zeroshard.engine import update as update_module
 from zeroshard.pipeline.run.tied_weights import _Lent
+from zeroshard.step import sequence as sequence_module
 from zeroshard.step.losses import Loss
 from zeroshard.tensor.split import technique as tensor_module
 from zeroshard.tensor.split.layers import Input, RowForward
@@ -38,7 +38,7 @@ def missing_sum_over_an_axis(rank: int) -> AbstractContextManager[None]:
         if "blocks.1" not in kwargs["label"]:
             original(total, **kwargs)
 
-    return around(update_module, "average", average)
+    return around(sequence_module, "average", average)
 
 
 def divided_by_the_wrong_group(rank: int) -> AbstractContextManager[None]:
@@ -100,7 +100,7 @@ def norm_without_a_shard(rank: int) -> AbstractContextManager[None]:
                 total -= float(gradients.settle().norm()) ** 2
         return total
 
-    return around(update_module.Update, "_squares", squares)
+    return around(sequence_module.StepSequence, "_squares", squares)
 
 
 def reduced_dtype(rank: int) -> AbstractContextManager[None]:

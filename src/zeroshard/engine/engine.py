@@ -20,38 +20,36 @@ from zeroshard.checkpoint import Saving
 from zeroshard.checkpoint.saving import Savings
 from zeroshard.comm.collectives import Comm
 from zeroshard.comm.mesh import Mesh, keep_freed_memory, shared_mesh
-from zeroshard.engine.backward import Backward
 from zeroshard.engine.build import Builder, OptimizerLike
-from zeroshard.engine.decision import Decision
 from zeroshard.engine.forward import Forward
-from zeroshard.engine.gradient_accumulation import OneStage
 from zeroshard.engine.readings import Readings
 from zeroshard.engine.state import State
-from zeroshard.engine.techniques import cut_of, saving_of, step_ends_of, techniques_of
-from zeroshard.engine.update import Update
-from zeroshard.errors import BatchError, BudgetExceeded, NonFiniteError, PlanError
+from zeroshard.engine.techniques import cut_of, decision_of, saving_of, step_ends_of, techniques_of
+from zeroshard.errors import PlanError
 from zeroshard.losses.causal_models import set_loss_chunk
 from zeroshard.memory.ledger import Ledger
 from zeroshard.optim import BetweenSteps, members_of
 from zeroshard.parts.axes import Axes
 from zeroshard.pipeline.buffers import whole_state_dict
-from zeroshard.pipeline.run.steps import PipelineOrder
+from zeroshard.pipeline.run.steps import PipelineOrder, scope_of
 from zeroshard.pipeline.stage import Stage, make_stage
 from zeroshard.plan import Plan
 from zeroshard.platform.accelerator import is_accelerator
 from zeroshard.precision.call import call_with
 from zeroshard.schedule import Layout, PipelineSchedule
+from zeroshard.step.backward import Backward
 from zeroshard.step.batch import loss_of
-from zeroshard.step.context import Within
+from zeroshard.step.decision import Verdict, check_settings
+from zeroshard.step.gradient_accumulation import OneStage
 from zeroshard.step.losses import Loss, StepLosses
-from zeroshard.step.sequence import StepOrder, StepResult, Verdict, whole_or_not
+from zeroshard.step.sequence import AllRanks, Scope, StepOrder, StepResult, StepSequence, discard_gradients_on_error
 from zeroshard.traffic import merged
 from zeroshard.units.hooks import Hook
 from zeroshard.units.materialise import Initialiser
 from zeroshard.validation.arguments import check_arguments, check_options
 from zeroshard.validation.memory import raises_budget_exceeded
 from zeroshard.validation.model_checks import check_model, guard
-from zeroshard.validation.ranks import check_alike, check_replicas, check_settings, tied_names
+from zeroshard.validation.ranks import check_alike, check_replicas, tied_names
 from zeroshard.version import __version__
 
 LossFunction = Callable[[Any, Any], Any]
@@ -113,23 +111,23 @@ class Engine(Readings):
         self._axes = Axes(self._stage, self.plan.shard_group, techniques)
         self.world, self.comm, alike = self._axes.world, self._axes.dense.slices.comm, self._axes.alike
         tied, members = tied_names(model), members_of(optimizer, model)
-        self._decision = Decision(self.plan)
         terms = StepLosses(self.plan.nonfinite == "skip")
         readings = (lambda: terms.likely(self.loss_scale), lambda: self.steps)
         builder = Builder(model, self.plan, self._axes, self.ledger, self._stage, *readings)
         self._assembly = builder.build(optimizer, initialise, techniques)
         self._gatherer, self._late = self._assembly.gatherer, self._assembly.late
-        self._backward = Backward(self._assembly, self.comm, terms, self.plan.scales_loss, self.plan.pipelined)
+        built = self._assembly.parts, self._gatherer, self._late
+        self._backward = Backward(*built, self.comm, terms, self.plan.scales_loss, self.plan.pipelined)
         self._forward = Forward(model, self._assembly, self._backward, self.ledger)
         around = (self._stage, self._assembly.parts, self._forward, self._axes.new)
         self._assembly.recomputation = saving = saving_of(self.plan, model, *around)
         writes = self._forward.writes
         self._editing = Editing(self._assembly.parts, self._gatherer, self._late, self.world, writes)
-        self._update = Update(self._assembly, self._backward, self._axes, writes)
+        self._step_ends = step_ends_of(model, self._stage, alike, techniques, saving)
+        self._decision = decision_of(self.plan, self._step_ends)
+        self._order = self._make_order()
         self._state = State(model, self._assembly, self._axes, self.ledger, self._stage, tied)
         self._savings, self._takes_apart = Savings(), False
-        self._step_ends = self._decision.step_ends = step_ends_of(model, self._stage, alike, techniques, saving)
-        self._order = self._make_order()
         self._counts = {}
         self.exposed: Mapping[str, float] = {}
         self.steps = self.skipped = 0
@@ -167,19 +165,8 @@ class Engine(Readings):
             BatchError: a sum in float16, or of several elements. `step` refuses a wrong count, on all ranks.
         """
         self._stage.refuse("backward")
-        self._add(Loss(loss) if count is None and penalty is None else Loss.by_sum(loss, count, penalty))
-
-    def _add(self, loss: Loss) -> None:
-        self._backward.forget_interrupted()
-        self._backward.under_scale = True
-        try:
-            losses, scale = self._backward.losses, self.loss_scale
-            with Within(penalty_weight=losses.weight(loss, scale)):
-                losses.scaled(loss, scale).backward()
-            losses.add(loss)
-        finally:
-            self._backward.under_scale = False
-            self._backward.forget_interrupted()
+        given = Loss(loss) if count is None and penalty is None else Loss.by_sum(loss, count, penalty)
+        self._sequence.add(given)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backwards inside add up on each rank without a reduction; the next one outside, or `step`, reduces the sum.
@@ -207,7 +194,7 @@ class Engine(Readings):
             norm_type: p of the p-norm, above 0; infinity for the largest magnitude.
         """
         self._stage.refuse("clip_grad_norm")
-        norm = self._update.norm(self.steps, norm_type, max_norm) / self.loss_scale
+        norm = self._sequence.norm(self.steps, norm_type, max_norm) / self.loss_scale
         return self._decision.clip.limit(max_norm, norm, self._backward.count)
 
     def clip_grad_value(self, clip_value: float) -> None:
@@ -218,7 +205,7 @@ class Engine(Readings):
         self._stage.refuse("clip_grad_value")
         hides = self.plan.nonfinite == "ignore" and not self.plan.scales_loss
         factor = self._decision.clip.of(self._backward.count)
-        self._update.clip_values(self.steps, clip_value, self.loss_scale / factor if factor else math.inf, hides)
+        self._sequence.clip_values(self.steps, clip_value, self.loss_scale / factor if factor else math.inf, hides)
 
     @raises_budget_exceeded
     def step(self) -> StepResult:
@@ -230,36 +217,24 @@ class Engine(Readings):
             BatchError: a count is no number of 0 or more; or some losses are sums and others means.
         """
         self._stage.refuse("step")
+        self._refuse_in_gathered("step")
         self._assembly.parts.random_numbers.end_step()
-        self._take_step()
+        self._sequence.take(self.steps)
         return self._conclude(self._decision.last, None)
 
-    def _discard(self, drop: bool = True) -> None:
-        """Discard the gradients of the step so far, as `Update.discard` does."""
-        self._update.discard(drop)
-        self._decision.clip.forget()
-        self._assembly.parts.random_numbers.discard()
-
-    def _take_step(self) -> None:
-        """Agree, decide, and update or leave out."""
+    def _refuse_in_gathered(self, method: str) -> None:
         if self._forward.writes.allowed:
             raise PlanError(
-                "engine.step() was called inside `with engine.gathered():`, at whose end the gathered copies become "
-                "the weights, so the update would be lost. Call it after the block; forward and backward may be inside."
+                f"engine.{method}() was called inside `with engine.gathered():`, at whose end the gathered copies "
+                f"become the weights, so the update would be lost. Call it after the block; forward and backward may "
+                f"be inside."
             )
-        self._backward.forget_interrupted()
-        try:
-            settled = self._update.demand(self.steps)
-            self._decision.clip.of(self._backward.count)
-            verdict = self._decision.decide(settled.norm, self._update.refuse_nonfinite, settled.sound)
-        except (BatchError, BudgetExceeded, NonFiniteError):
-            self._update.consume()
-            raise
-        finally:
-            self._decision.clip.forget()
-        self._update.leave_out() if verdict.skip else self._update.apply(verdict.factor * settled.gain)
-        self._backward.expected.learn()
-        self._update.consume()
+
+    def _discard(self, drop: bool = True) -> None:
+        """Discard the gradients of the step so far, as `StepSequence.discard` does."""
+        self._sequence.discard(drop)
+        self._decision.clip.forget()
+        self._assembly.parts.random_numbers.discard()
 
     @raises_budget_exceeded
     def train_step(self, batch: Any) -> StepResult:
@@ -272,7 +247,8 @@ class Engine(Readings):
             BatchError: the batch does not divide, the model returned no loss, or as `step`. After an error, one of the
                 model too, the gradients of the step are gone.
         """
-        with whole_or_not(self._discard, self.mesh):
+        self._refuse_in_gathered("train_step")
+        with discard_gradients_on_error(self._discard, self.mesh):
             loss = self._order.step(batch)
         return self._conclude(self._decision.last, loss)
 
@@ -451,7 +427,7 @@ class Engine(Readings):
     def _take_over(self) -> None:
         """Go on with the weights that were read."""
         self.world.agree(b"", "loaded")
-        self._update.consume()
+        self._sequence.consume()
         self._order.reloaded()
         self._reset_counts()
 
@@ -459,11 +435,18 @@ class Engine(Readings):
         """Steps over one stage or several."""
         plan, stage, parts = self.plan, self._stage, self._assembly.parts
         if isinstance(stage, Stage):
-            update = (self._backward, self._update, self._decision)
-            return PipelineOrder(stage, parts, *update, plan.recomputes, self.model, self._run)
+            scope = scope_of(stage, self._axes.alike, self._backward.losses)
+            self._sequence = self._make_sequence(scope)
+            return PipelineOrder(stage, parts, self._sequence, scope, plan.recomputes, self.model, self._run)
+        self._sequence = self._make_sequence(AllRanks(self._axes, self._backward.losses))
         alone = PipelineSchedule("naive", Layout((1,)), plan.microbatches, reduce_each=plan.reduces_each_microbatch)
-        calls = (self._run, self._add, self._take_step)
-        return OneStage(self.model, self.mesh, self._assembly, alone, self._backward, *calls)
+        taken = (self._sequence, self._run, lambda: self.steps)
+        return OneStage(self.model, self.mesh, parts, self._gatherer, alone, *taken)
+
+    def _make_sequence(self, scope: Scope) -> StepSequence:
+        a, writes = self._assembly, self._forward.writes
+        reconcile = partial(writes.reconcile, thoroughly=True)
+        return StepSequence(a.parts, a.optimizer, a.late, self._backward, self._decision, self._axes, scope, reconcile)
 
     def _run(self, batch: Any) -> Loss:
         """The model's loss on a microbatch."""

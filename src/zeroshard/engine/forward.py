@@ -18,7 +18,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from zeroshard.access.writes import Writes
 from zeroshard.autograd.embeddings import make_rows_alone
-from zeroshard.engine.backward import Backward
 from zeroshard.engine.build import Assembly
 from zeroshard.errors import PlanError
 from zeroshard.memory.ledger import Ledger
@@ -26,6 +25,7 @@ from zeroshard.parts.part import LateUpdates
 from zeroshard.parts.weights import ABSENT, Gatherer, PassKind, Weights
 from zeroshard.precision.clash import explain_clash
 from zeroshard.saved.kept import CountedTensor, HooksOfForward, Kept, Stored
+from zeroshard.step.backward import Backward
 from zeroshard.units import values_of
 from zeroshard.units.hooks import Hook, absent_in_transform, explain_transform, listen, outside, place_of, transforming
 from zeroshard.units.tensors import tensors_in, with_tensors

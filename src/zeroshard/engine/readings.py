@@ -11,9 +11,7 @@ from torch import nn
 
 from zeroshard.comm.collectives import Comm
 from zeroshard.comm.mesh import Mesh
-from zeroshard.engine.backward import Backward
 from zeroshard.engine.build import Assembly
-from zeroshard.engine.decision import Decision
 from zeroshard.engine.state import State
 from zeroshard.errors import PlanError
 from zeroshard.memory.ledger import Ledger
@@ -22,12 +20,15 @@ from zeroshard.parts.gradient_shares import GradientShare, shares_of
 from zeroshard.parts.part import SpeculationCounts
 from zeroshard.parts.planned import Work
 from zeroshard.parts.tables import MemoryTable, TrafficTable, memory_table, traffic_table
+from zeroshard.parts.technique import StepEnd
 from zeroshard.pipeline.stage import Stage
 from zeroshard.pipeline.whole import WholeModel
 from zeroshard.plan import Plan
 from zeroshard.recompute.arena import ArenaUse
 from zeroshard.schedule import PipelineSchedule
-from zeroshard.step.sequence import StepEnd, StepOrder
+from zeroshard.step.backward import Backward
+from zeroshard.step.decision import Decision
+from zeroshard.step.sequence import StepOrder
 from zeroshard.step.trace import Trace, traced
 from zeroshard.traffic import BETWEEN_TIERS, Count, Purpose, merged
 

@@ -10,17 +10,18 @@ from zeroshard.engine.forward import Forward
 from zeroshard.moe.step_end import MixtureSteps
 from zeroshard.parts.part import Parts
 from zeroshard.parts.place import Axis
-from zeroshard.parts.technique import Technique, ranks_together
+from zeroshard.parts.technique import StepEnd, Technique, ranks_together
 from zeroshard.pipeline.policy import Cut
 from zeroshard.pipeline.stage import Stage
 from zeroshard.pipeline.whole import WholeModel
 from zeroshard.plan import Plan
+from zeroshard.precision.loss_scaling import LossScaler
 from zeroshard.recompute.arena import CheckpointArena
 from zeroshard.recompute.context import RecomputeContext
 from zeroshard.recompute.kinds import RecomputeInputs, keeper_of, recomputation_of
 from zeroshard.recompute.recomputation import Recomputation
 from zeroshard.recompute.shards import CheckpointPartition
-from zeroshard.step.sequence import StepEnd
+from zeroshard.step.decision import Decision, StepRules
 from zeroshard.units.hooks import place_of
 from zeroshard.validation.ranks import check_ranks
 
@@ -63,6 +64,12 @@ def step_ends_of(
         MixtureSteps(model, comm, stage.is_elsewhere, together),
         *(more.step_ends(comm, stage.world) if more else []),
     ]
+
+
+def decision_of(plan: Plan, step_ends: Sequence[StepEnd]) -> Decision:
+    """Decisions on steps under a plan."""
+    scaler = LossScaler.of(plan.loss_scaling) if plan.scales_loss else None
+    return Decision(StepRules(plan.nonfinite, plan.clip_norm, plan.streams, plan.pipeline.stages), scaler, step_ends)
 
 
 def cut_of(plan: Plan, techniques: Sequence[Technique], ranks: int) -> Cut:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -65,6 +65,26 @@ class Technique(Protocol):
         Args:
             layer: the path of a block, or "suffix".
         """
+
+
+class StepEnd(Protocol):
+    """What a technique does when a step is over.
+
+    Attributes:
+        reads: whether the model has layers that are read, on any stage.
+    """
+
+    reads: bool
+
+    def before_update(self) -> None:
+        """The gradients of an update are there, and nothing is changed yet; a collective call."""
+
+    def end_step(self, skipped: bool) -> None:
+        """A step was taken or skipped; a collective call."""
+
+    @property
+    def readings(self) -> Mapping[str, Mapping[str, Any]]:
+        """Readings of layers of this rank in the last step, plain values by name, by the layer's path."""
 
 
 def neighbours(ranks: int, size: int, setting: str) -> list[list[int]]:

@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_leaves
 
 from zeroshard.comm.collectives import Comm
 from zeroshard.errors import BudgetExceeded
+from zeroshard.parts.technique import StepEnd
 from zeroshard.recompute.arena import ArenaUse
 from zeroshard.recompute.context import RecomputeContext
 from zeroshard.recompute.segments import BlockSegment, Call, Region, SavedSlot, read
@@ -40,7 +41,6 @@ from zeroshard.replay.generators import ModelDraws, ReachedGenerators, Source, h
 from zeroshard.replay.replay import Replay
 from zeroshard.saved.kept import CHECKPOINTS, is_compiled, recomputed_by_others
 from zeroshard.step.context import Within
-from zeroshard.step.sequence import StepEnd
 from zeroshard.units.hooks import outside
 
 Operations = Callable[[Region], AbstractContextManager[Any] | None]

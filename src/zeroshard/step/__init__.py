@@ -1,4 +1,5 @@
-"""One step: reduce gradients, agree on their losses and norms, decide, apply the update, end.
+"""One step: backwards add gradients up; then reduce, agree on losses and norms, decide, apply the update, end.
 
-Read `sequence`, then `losses`, `agreement`, `clipping` and `context` (what code inside of models asks of the step).
+Read `sequence`, then `decision`, `backward`, `losses` and `context` (for code inside of models). The list of actions of
+a step over one stage is `gradient_accumulation`; those over several stages are `zeroshard.pipeline.run.steps`.
 """

@@ -1,8 +1,16 @@
-"""Protocols of a step: backwards, updates and the decision between them, as an order of actions uses them."""
+"""The sequence of a step: reduce gradients, agree, decide, apply, end; the norm is exact over all slices.
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+`agree` reduces gradients that are left and exchanges a message ([Note: agreement]); a `Scope` widens the result to all
+ranks that decide together. `decide` takes the verdict; `update` applies it to all parts or to those of a chunk and ends
+the step.
+"""
+
+import math
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial, reduce
 from typing import Any, Protocol
 
 import torch
@@ -10,20 +18,37 @@ import torch
 from zeroshard.comm.collectives import Comm
 from zeroshard.comm.mesh import Mesh
 from zeroshard.comm.over_budget import announce_over_budget
-from zeroshard.errors import BudgetExceeded, CommError
-from zeroshard.parts.gradients import Gradients
-from zeroshard.parts.part import Part
+from zeroshard.errors import BatchError, BudgetExceeded, CommError, NonFiniteError, PlanError
+from zeroshard.optim import SpanOptimizer
+from zeroshard.parts.axes import Axes
+from zeroshard.parts.gradients import edit_sum
+from zeroshard.parts.part import Counted, LateUpdates, Part, Parts
+from zeroshard.platform import ranges
 from zeroshard.schedule import Schedule
 from zeroshard.schedule.run import Interpreter
-from zeroshard.step.losses import StepLosses
+from zeroshard.step.backward import Backward, note_discard
+from zeroshard.step.decision import (
+    Agreed,
+    Answer,
+    Decision,
+    OptimizerSettings,
+    Verdict,
+    check_settings,
+    check_together,
+    written_flags,
+)
+from zeroshard.step.losses import Loss, LossReport, SameBatches, StepLosses
 from zeroshard.traffic import Purpose
+from zeroshard.units import wide_norm
+from zeroshard.zero.reduce import average
+from zeroshard.zero.reductions import either
 
 Run = Callable[[Any], Any]  # runs the model on a microbatch, down to the loss
 
 
 @contextmanager
-def whole_or_not(discard: Callable[[], None], mesh: Mesh) -> Iterator[None]:
-    """A step, of which an error leaves no gradients to the next; after one of the connection there is none."""
+def discard_gradients_on_error(discard: Callable[[], None], mesh: Mesh) -> Iterator[None]:
+    """Drop the step's gradients if it raises; not after a lost connection, which ends training."""
     try:
         yield
     except CommError:
@@ -34,32 +59,6 @@ def whole_or_not(discard: Callable[[], None], mesh: Mesh) -> Iterator[None]:
         with suppress(CommError):  # ranks that this one waits for may have met another error
             discard()
         raise
-
-
-@dataclass(frozen=True, slots=True)
-class Settled:
-    """The agreement of all ranks before an update: the norm of the scaled mean gradient, and which parameters got one.
-
-    Attributes:
-        written: one byte for each parameter, 1 for one that got a gradient.
-        sound: whether the losses of all ranks are finite, as far as they are known.
-        gain: the factor on the gradients that divides losses by sum; `norm` has it.
-    """
-
-    norm: float
-    written: bytes
-    sound: bool
-    gain: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """The norm of the mean gradient before clipping, the loss scale, and the factor on gradients if not skipped."""
-
-    norm: float
-    scale: float
-    skip: bool
-    factor: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,115 +79,6 @@ class StepResult:
     loss_scale: float
     skipped: bool
     loss: torch.Tensor | None = None
-
-
-class Reduces(Protocol):
-    """Reduces the gradients of units."""
-
-    def begin_units(self, units: Sequence[int]) -> None:
-        """A backward begins that makes these units' gradients complete."""
-
-    def start_complete(self, first: int, complete: Callable[[int], bool]) -> None:
-        """Start to reduce those from `first` on whose turn it is, as long as they are complete."""
-
-    def start_units(self, units: Sequence[int]) -> None:
-        """Start to reduce these units' gradients, as far as that was not done."""
-
-
-class Learns(Protocol):
-    """Knows which gradients a reduction has to wait for."""
-
-    def learn(self) -> None:
-        """A step is over: expect of the next the gradients that came so far."""
-
-    def complete(self, unit: int) -> bool:
-        """Whether every gradient of a unit that is expected has come in the backward under way."""
-
-
-class Backwards(Protocol):
-    """Takes in the gradients of backwards.
-
-    Attributes:
-        reductions: of its units.
-        expected: which of its gradients are waited for.
-        under_scale: whether the loss of the backward under way was multiplied by the loss scale.
-        count: backwards since the last update.
-        losses: of those backwards.
-    """
-
-    under_scale: bool
-    count: int
-    losses: StepLosses
-
-    @property
-    def reductions(self) -> Reduces:
-        """As above."""
-
-    @property
-    def expected(self) -> Learns:
-        """As above."""
-
-    def local(self) -> AbstractContextManager[None]:
-        """Backwards inside add up on this rank and are not reduced."""
-
-    def forget_interrupted(self) -> None:
-        """Clear up after a backward that ended in an exception."""
-
-    def listen(self, gradients: Gradients, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Take in the gradients of these parameters, which stand for those of the flat."""
-
-
-class Updates(Protocol):
-    """Takes steps with the gradients."""
-
-    def settle(self, step: int) -> Settled:
-        """Reduce what is left and agree with all ranks."""
-
-    def apply(self, factor: float, parts: Sequence[Part] | None = None) -> None:
-        """One optimizer step with the gradients times `factor`, of all parts by default."""
-
-    def skip(self, parts: Sequence[Part]) -> None:
-        """Count a version of these parts' weights that is the same as the last."""
-
-    def consume(self) -> None:
-        """Drop the step's gradients."""
-
-    def finish(self) -> None:
-        """Have the weights of all updates that were begun."""
-
-    def refuse_nonfinite(self, norm: float, comm: Comm | None = None) -> None:
-        """Raise with the names of the parameters whose gradients are not finite."""
-
-
-class Decides(Protocol):
-    """Decides whether a step is taken, clipped or skipped."""
-
-    @property
-    def scale(self) -> float:
-        """The factor on the loss."""
-
-    def decide(self, scaled_norm: float, refuse: Callable[[float], None], sound: bool = True) -> Verdict:
-        """The verdict on gradients of this norm, loss scale included."""
-
-
-class StepEnd(Protocol):
-    """What a technique does when a step is over.
-
-    Attributes:
-        reads: whether the model has layers that are read, on any stage.
-    """
-
-    reads: bool
-
-    def before_update(self) -> None:
-        """The gradients of an update are there, and nothing is changed yet; a collective call."""
-
-    def end_step(self, skipped: bool) -> None:
-        """A step was taken or skipped; a collective call."""
-
-    @property
-    def readings(self) -> Mapping[str, Mapping[str, Any]]:
-        """Readings of layers of this rank in the last step, plain values by name, by the layer's path."""
 
 
 class StepOrder(Protocol):
@@ -221,3 +111,367 @@ class StepOrder(Protocol):
 
     def planned_messages(self) -> dict[Purpose, int]:
         """Elements that this rank sends to other stages in a step."""
+
+
+class Scope(Protocol):
+    """The ranks that decide on a step together.
+
+    Attributes:
+        comm: of these ranks.
+        whole: whether each of them has the whole model, so that one without any gradient has forgotten its backward.
+    """
+
+    comm: Comm
+    whole: bool
+
+    def widen(self, agreed: Agreed, reports: Sequence[LossReport], step: int) -> Agreed:
+        """The agreement of a rank's stage, whose ranks reported these losses, widened to all; may be a collective call.
+
+        Raises:
+            BatchError, NonFiniteError: as `StepLosses.close`.
+        """
+
+
+class AllRanks:
+    """The ranks that train a model in one stage.
+
+    Attributes:
+        comm, whole: of a `Scope`.
+    """
+
+    whole = True
+
+    def __init__(self, axes: Axes, losses: StepLosses) -> None:
+        self.comm, self._losses = axes.alike, losses
+        losses.batches = SameBatches(axes.same_data)
+
+    def widen(self, agreed: Agreed, reports: Sequence[LossReport], step: int) -> Agreed:
+        """All ranks have answered: divide the losses by their counts."""
+        gain = self._losses.close(reports)
+        return Agreed(agreed.norm * gain, agreed.written, agreed.finite, gain)
+
+
+class StepSequence:
+    """Takes steps with the gradients of one model.
+
+    Args:
+        reconcile: takes over, or refuses, writes of the user into parameters and gradients.
+
+    Attributes:
+        backward: adds up the gradients.
+        decision: on a step.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        optimizer: SpanOptimizer,
+        late: LateUpdates,
+        backward: Backward,
+        decision: Decision,
+        axes: Axes,
+        scope: Scope,
+        reconcile: Callable[[], None],
+    ) -> None:
+        self._parts, self._optimizer, self._late = parts, optimizer, late
+        self.backward, self.decision = backward, decision
+        self._axes, self._scope, self._reconcile = axes, scope, reconcile
+        self._trained, self._turns = parts.trained, parts.turns
+        self._agreed: tuple[int, Agreed] | None = None  # with the number of backwards
+        self._verdict: Verdict | None = None  # of the step under way
+        self._averaged = 0  # backwards of the step whose gradients were averaged over the replicas
+        self._step = 0
+        self._settings = OptimizerSettings()
+        self._finite = True  # whether the losses of this rank are
+
+    @property
+    def losses(self) -> StepLosses:
+        """Those of the backwards since the last update."""
+        return self.backward.losses
+
+    def add(self, loss: Loss) -> float | torch.Tensor:
+        """Run the backward of a loss under the loss scale; returns the weight of penalties in it."""
+        losses, scale = self.losses, self.decision.scale
+        weight = losses.weight(loss, scale)
+        with self.backward.scaled(weight):
+            losses.scaled(loss, scale).backward()
+        losses.add(loss)
+        return weight
+
+    def agree(self, step: int, wanted: str = "") -> Agreed:
+        """Reduce the remaining gradients and agree with all ranks; a collective call, made once per step.
+
+        Args:
+            wanted: an operation on the gradients before the step, on which the ranks agree too.
+
+        Raises:
+            CommError: the ranks are at different steps, did different things on the way, or want different things.
+            PlanError: weights or gradients were written where that is lost.
+            BatchError, NonFiniteError: as `StepLosses.close`.
+        """
+        self._reconcile()
+        if self.backward.take_back():
+            self._agreed = None
+        if self._agreed is not None and self._agreed[0] == self.backward.count:
+            if wanted:
+                self._axes.alike.agree(b"", f"{wanted} in step {step}")
+            return self._agreed[1]
+        self._step = step
+        self.finish()
+        answers = self._exchange(step, wanted)
+        left = sorted({unit for answer in answers for unit in answer.unreduced})
+        if left:
+            self.backward.reductions.reduce_units(left)
+        averages = self._averaged != self.backward.count and self._average()
+        self._averaged = self.backward.count
+        if left or averages:
+            answers = self._exchange(step, wanted)
+        norm = math.sqrt(sum(answer.squares for answer in answers))
+        written = reduce(either, (answer.written for answer in answers))
+        agreed = Agreed(norm, written, all(answer.finite for answer in answers))
+        agreed = self._scope.widen(agreed, [answer.losses for answer in answers], step)
+        self._agreed = (self.backward.count, agreed)
+        self._publish_written(agreed)
+        return agreed
+
+    def norm(self, step: int, kind: float, limit: float) -> float:
+        """The p-norm of the mean gradient as it is (scaled), for p = `kind`; a collective call.
+
+        Args:
+            limit: of the norm, which is to be the same on all ranks: each clips its own slices to it.
+
+        Raises:
+            PlanError: `kind` is no number above 0, or `limit` none of 0 or more.
+        """
+        if not kind > 0:
+            raise PlanError(f"norm_type is {kind!r}; it must be above 0, or infinity.")
+        if not limit >= 0:
+            raise PlanError(f"max_norm is {limit!r}; it must be 0 or more, or infinity to leave the gradients alone.")
+        agreed = self.agree(step, f"clip_grad_norm({limit:.9g}, {kind:.9g})")
+        if kind == 2:
+            return agreed.norm
+        sums = [values for each in self._counted() if (values := each.settle()).numel()]  # slices may be empty
+        parts = [wide_norm(values, kind) for values in sums]
+        own = torch.linalg.vector_norm(torch.tensor(parts, dtype=torch.float64), kind).item() if parts else 0.0
+        everyone = self._axes.alike.agree(struct.pack("<d", own), f"norm of step {step}")
+        norms = torch.tensor([struct.unpack("<d", answer)[0] for answer in everyone], dtype=torch.float64)
+        return float(torch.linalg.vector_norm(norms, kind)) * agreed.gain
+
+    def clip_values(self, step: int, limit: float, scale: float, hides: bool) -> None:
+        """Limit every element of the mean gradient, which is `scale` times the true one; a collective call.
+
+        Args:
+            limit: of a true element's magnitude.
+            hides: whether gradients that are not finite are limited too; else the step meets them as they are.
+
+        Raises:
+            PlanError: `limit` is no number above 0.
+        """
+        if not limit > 0:
+            raise PlanError(f"clip_value is {limit!r}; it must be above 0.")
+        agreed = self.agree(step, f"clip_grad_value({limit:.9g})")
+        if hides or math.isfinite(agreed.norm):
+            for _, gradients in self._trained:
+                edit_sum(gradients, partial(_clamp, limit=limit * scale / agreed.gain))
+            self._agreed = None  # the norm is another one now
+
+    def discard(self, drop: bool = True) -> None:
+        """Discard the gradients of the backwards since the last step; the agreement sees that all ranks do so.
+
+        Args:
+            drop: whether parameters count as without a gradient then, or have one of zeros.
+        """
+        if not self.backward.count or not self._scope.whole:
+            return
+        if drop:
+            self.consume()
+            note_discard(self._axes.dense.slices.comm, "all gradients")
+        elif self.backward.take_back(everything=True):
+            self._agreed = None
+
+    def decide(self, step: int) -> None:
+        """Reduce, agree and decide, before the first update of a step; a collective call.
+
+        Raises:
+            PlanError: no parameter got a gradient on any rank, or a backward came after clipping by hand.
+            NonFiniteError: gradients are not finite, and the plan refuses them.
+        """
+        if self._verdict is not None:
+            return
+        self.backward.forget_interrupted()
+        try:
+            agreed = self._demand(step)
+            self.decision.clip.of(self.backward.count)
+            self._verdict = self._decide(agreed)
+        except (BatchError, BudgetExceeded, NonFiniteError):
+            self.consume()
+            raise
+        finally:
+            self.decision.clip.forget()
+
+    def update(self, parts: Sequence[Part] | None = None, last: bool = True) -> None:
+        """Apply the verdict: one optimizer step, or none; parameters without a gradient stay as they are.
+
+        Args:
+            parts: those to update; all by default.
+            last: whether the step ends with this update.
+        """
+        assert self._verdict is not None and self._agreed is not None
+        factor = self._verdict.factor * self._agreed[1].gain
+        if not self._verdict.skip and ranges.profiler._is_profiler_enabled:
+            with ranges.named("update", f"step {self._step}"):
+                self._apply(factor, parts)
+        elif not self._verdict.skip:
+            self._apply(factor, parts)
+        elif parts is None:
+            self._late.skip()
+        else:
+            for part in parts:
+                part.next_version()
+        if last:
+            self.backward.expected.learn()
+            self.consume()
+
+    def take(self, step: int) -> None:
+        """A step of a model in one stage: all of the sequence; a collective call."""
+        self.begin()
+        self.decide(step)
+        self.update()
+
+    def begin(self) -> None:
+        """A list of actions begins; a step that was interrupted after its decision is decided anew."""
+        self._verdict = None
+
+    def finish(self) -> None:
+        """Wait until the weights of all updates begun are on the device."""
+        self._late.finish()
+
+    def consume(self) -> None:
+        """Drop the step's gradients; the step is over."""
+        self._verdict = None
+        self.backward.reductions.end()  # of a backward that ended in an exception; may begin updates, to be forgotten
+        self._late.forget()
+        self._optimizer.one_step.end()
+        for _, gradients in self._trained:
+            gradients.consume()
+        self.backward.count = self._averaged = 0
+        self.losses.clear()
+        self._agreed = None
+
+    def _demand(self, step: int) -> Agreed:
+        """As `agree`, for a step that needs gradients; a rank may have none where another has some."""
+        agreed = self.agree(step)
+        if self._scope.whole and not any(agreed.written):
+            self._agreed = None  # or a rank that has no backward next time either would not agree anew
+            raise PlanError(
+                f"engine.step() number {step + 1} found no gradient on any rank: no backward since the last step has "
+                f"reached a parameter that is trained. Call engine.backward(loss) before it, once per step at least, "
+                f"with a loss that depends on the parameters."
+            )
+        return agreed
+
+    def _decide(self, agreed: Agreed) -> Verdict:
+        try:
+            return self.decision.decide(agreed, self._refuse_nonfinite)
+        except Exception:
+            self.consume()
+            raise
+
+    def _refuse_nonfinite(self, norm: float) -> None:
+        """Raise with the names of the parameters whose gradients are not finite."""
+        mine = [name for part, gradients in self._trained for name in part.nonfinite(gradients)]
+        losses = [loss for loss in map(float, self.losses.values) if not math.isfinite(loss)]
+        everyone = self._scope.comm.agree_on([mine, str(losses[0]) if losses else None], "non-finite gradients")
+        found = list(dict.fromkeys(name for names, _ in everyone for name in names))
+        shown = ", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
+        what = [f"The gradient of {shown} is not finite (norm {norm})"] if found else []
+        bad = [(rank, loss) for rank, (_, loss) in enumerate(everyone) if loss]
+        if bad:
+            ranks = ", ".join(str(rank) for rank, _ in bad)
+            what.append(f"The loss is {bad[0][1]} on rank{'s' if len(bad) > 1 else ''} {ranks}")
+        raise NonFiniteError(
+            f"{'. '.join(what)}; the weights were left as they are. Look at the batch (no token to predict, an empty "
+            f"part) and the loss, lower the learning rate, set clip_norm, or choose nonfinite='skip' to leave such "
+            f"steps out."
+        )
+
+    def _apply(self, factor: float, parts: Sequence[Part] | None) -> None:
+        """One optimizer step with the gradients times `factor`."""
+        assert self._agreed is not None
+        chosen = None if parts is None else set(map(id, parts))
+        written_in_step, turns = self._agreed[1].written, []
+        for part, gradients, place in self._turns:
+            written = written_in_step[place : place + len(part.flat.parameters)]
+            if chosen is not None and id(part) not in chosen:
+                continue
+            part.next_version()
+            if any(written):
+                gradients.reduction.start_whole()
+                turns.append((part, gradients, written))
+        for part, gradients, written in turns:
+            part.updater.update(gradients, written, factor)
+        self._optimizer.flush()
+        for part, _ in self._trained:
+            part.weights.published()
+        self._late.start(factor, self._step)
+        self._optimizer.account()
+
+    def _exchange(self, step: int, wanted: str) -> list[Answer]:
+        unreduced, units = self.backward.unreduced(), len(self._parts.units)
+        squares = 0.0 if unreduced else self._squares()
+        groups = self._optimizer.optimizer.param_groups
+        settings = self._settings.checksum(groups) if self._axes.alike.mesh.ranks > 1 else 0
+        written = b"".join(map(written_flags, self.backward.gradients))
+        losses = self.losses.report
+        batches = self.losses.batches
+        digests = *self._axes.digests, *batches.read()
+        mine = Answer(step, digests, settings, squares, self._finite, losses, unreduced, written)
+        label = f"agreement on step {step}" + (f", {wanted}" if wanted else "")
+        frames = self._axes.alike.agree(mine.pack(units), label)
+        answers = [Answer.unpack(frame, units, len(mine.digests)) for frame in frames]
+        check_together(answers, self._axes.new_groups)
+        batches.check([answer.digests[-1] for answer in answers], step)
+        if len({answer.settings for answer in answers}) > 1:
+            check_settings(self._axes.alike, groups)
+        return answers
+
+    def _average(self) -> bool:
+        """Let each sum be the mean over all copies of its slice, a collective call; whether there are any."""
+        arena, copied = self._parts.arena, [item for item in self._trained if item[0].place.copies is not None]
+        for part, gradients in copied:
+            assert part.place.copies is not None
+            over = partial(average, comm=part.place.copies.comm, arena=arena, label=f"replicas of {part.flat.label}")
+            edit_sum(gradients, over, filled=True)
+        return bool(copied)
+
+    def _counted(self) -> list[Counted]:
+        """The gradients that this rank counts."""
+        return [each for part, gradients in self._trained for each in part.counted(gradients.settle())]
+
+    def _squares(self) -> float:
+        """This rank's share of the squared norm."""
+        sums = self._counted()
+        found = [*(each.norm() for each in sums), *self.losses.unread()]
+        if len({(norm.device, norm.dtype) for norm in found}) > 1:
+            found = [norm.to(found[0].device, torch.float64) for norm in found]
+        norms: list[float] = torch.stack(found).tolist() if found else []  # one wait for the device, not one per flat
+        self._finite = self.losses.read(norms[len(sums) :])
+        norms = norms[: len(sums)]
+        for number, norm in enumerate(norms):
+            if math.isinf(norm):  # perhaps only their squares do not fit
+                norms[number] = wide_norm(sums[number].settle())
+        return sum(norm * norm for norm in norms)
+
+    def _publish_written(self, agreed: Agreed) -> None:
+        """Mark a parameter that got a gradient on any rank as written on this rank too: its own may be zeros."""
+        place = 0
+        for gradients in self.backward.gradients:
+            count = len(gradients.written_in_step)
+            gradients.written_in_step = agreed.written[place : place + count]
+            place += count
+
+
+def _clamp(total: torch.Tensor, limit: float) -> None:
+    """Limit gradients in place. Under a loss scale fp16 may not reach the limit; what overflowed stays an overflow."""
+    if limit < torch.finfo(total.dtype).max:
+        total.clamp_(-limit, limit)

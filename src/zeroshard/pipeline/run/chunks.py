@@ -1,6 +1,6 @@
 """Chunks: the actions of a list on the weights and gradients of a rank's chunks, beside forwards and backwards."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from zeroshard.parts.part import Part, Parts
 from zeroshard.pipeline.run.early_reductions import EarlyReductions
@@ -8,14 +8,11 @@ from zeroshard.pipeline.run.tied_weights import TiedWeights
 from zeroshard.pipeline.stage import Stage
 from zeroshard.schedule import Action, Kind, Schedule
 from zeroshard.schedule.run import Handler
-from zeroshard.step.sequence import Backwards, Updates
+from zeroshard.step.sequence import StepSequence
 
 
 class Chunks:
     """Gathers, frees, reduces, updates and lends the chunks of one rank.
-
-    Args:
-        verdict: called before the first update of a step; the factor on the gradients, or None to skip.
 
     Attributes:
         handlers: of its actions but UPDATE.
@@ -23,29 +20,20 @@ class Chunks:
         trains: whether the list under way is of a step, and not of an evaluation.
     """
 
-    def __init__(
-        self,
-        stage: Stage,
-        parts: Parts,
-        backward: Backwards,
-        update: Updates,
-        tied: TiedWeights,
-        verdict: Callable[[], float | None],
-    ) -> None:
-        self._backward, self._update, self._tied, self._verdict = backward, update, tied, verdict
+    def __init__(self, stage: Stage, parts: Parts, sequence: StepSequence, tied: TiedWeights) -> None:
+        self._sequence, self._tied, reductions = sequence, tied, sequence.backward.reductions
         self._gatherer, self._streams = parts.gatherer, stage.pipeline.streams
         self._units: dict[int, list[int]] = {c: [] for c in stage.pipeline.layout.chunks_of(stage.number)}
         self._parts: dict[int, list[Part]] = {c: [] for c in self._units}  # the trained ones
         for number, (chunk, of_unit) in enumerate(zip(stage.chunk_of, parts.of_units, strict=True)):
             self._units[chunk].append(number)
             self._parts[chunk] += [part for part in of_unit if part.gradients is not None]
-        self.early = EarlyReductions(stage, parts, backward, self._units, tied.lent_units)
-        self.trains, self._updates_left, self._decided = True, 0, False
-        self._factor: float | None = None
+        self.early = EarlyReductions(stage, parts, sequence.backward, self._units, tied.lent_units)
+        self.trains, self._updates_left, self._steps = True, 0, 0
         self.handlers: Mapping[Kind, Handler] = {
             Kind.GATHER: lambda action: self._gatherer.gather(self._units[action.chunk], trains=self.trains),
             Kind.FREE: lambda action: self._gatherer.free(self._units[action.chunk]),
-            Kind.REDUCE: lambda action: self._backward.reductions.start_units(self._units[action.chunk]),
+            Kind.REDUCE: lambda action: reductions.start_units(self._units[action.chunk]),
             Kind.DROP: self._drop,
             Kind.REPAY: tied.repay,
             Kind.COLLECT: tied.collect,
@@ -56,7 +44,7 @@ class Chunks:
     def begin(self, actions: Schedule) -> None:
         """A list begins."""
         self._updates_left = sum(action.kind is Kind.UPDATE for action in actions)
-        self._factor, self._decided = None, False
+        self._sequence.begin()
         self.early.plan(actions)
 
     def use(self, action: Action) -> None:
@@ -84,25 +72,18 @@ class Chunks:
             part.versions.restart()
 
     def decide(self) -> None:
-        """Take the verdict on the step, before an update of a chunk."""
-        if not self._decided:
-            self._factor, self._decided = self._verdict(), True
+        """Decide on the step, before the first update of a chunk in it."""
+        self._sequence.decide(self._steps)
 
     def update(self, action: Action) -> None:
         """Update a chunk, as decided."""
-        parts = self._parts[action.chunk]
-        if self._factor is None:
-            self._update.skip(parts)
-        else:
-            self._update.apply(self._factor, parts)
         self._updates_left -= 1
-        if self._streams or not self._updates_left:
-            self._backward.expected.learn()
-            self._update.consume()
-            self._decided = False
+        last = self._streams or not self._updates_left
+        self._sequence.update(self._parts[action.chunk], last)
+        self._steps += last
 
     def _lend(self, action: Action) -> None:
-        self._update.finish()
+        self._sequence.finish()
         self._tied.lend(action)
 
     def _drop(self, action: Action) -> None:

@@ -18,7 +18,7 @@ from zeroshard.parts.part import Parts
 from zeroshard.pipeline.cut.chain import Entered
 from zeroshard.pipeline.stage import Stage
 from zeroshard.schedule import Action, Kind, Schedule
-from zeroshard.step.sequence import Backwards
+from zeroshard.step.backward import Backward
 
 
 class EarlyReductions:
@@ -32,7 +32,7 @@ class EarlyReductions:
     """
 
     def __init__(
-        self, stage: Stage, parts: Parts, backward: Backwards, units: Mapping[int, Sequence[int]], lent: Collection[int]
+        self, stage: Stage, parts: Parts, backward: Backward, units: Mapping[int, Sequence[int]], lent: Collection[int]
     ) -> None:
         self._backward, self._units, self._lent = backward, units, lent
         self._layers = [stage.chain.number(unit.name) for unit in stage.units]  # of the units, rising

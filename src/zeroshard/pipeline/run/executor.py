@@ -26,9 +26,9 @@ from zeroshard.replay.replay import Replay, Replays
 from zeroshard.schedule import Action, Kind, Schedule
 from zeroshard.schedule.actions import COMPUTE
 from zeroshard.schedule.run import Handler, Interpreter
-from zeroshard.step.context import WeightGradients, Within
+from zeroshard.step.context import WeightGradients
 from zeroshard.step.losses import Loss
-from zeroshard.step.sequence import Backwards, Run, Updates
+from zeroshard.step.sequence import Run, StepSequence
 
 Key = tuple[int, int]  # chunk, microbatch
 
@@ -64,12 +64,9 @@ class Executor:
 
     Args:
         run: runs the model on a microbatch, down to the loss.
-        scale: the factor on the loss at the time of a backward.
-        verdict: called before the first update of a step; the factor on the gradients, or None to skip.
+        losses: filled with those of microbatches at the end of the model, means times their weights.
 
     Attributes:
-        losses: of microbatches whose forward came to the end of the model, means times their weights, since the last
-            `clear`.
         interpreter: of the actions.
         messages: of this rank; random_numbers: of its modules.
     """
@@ -78,15 +75,13 @@ class Executor:
         self,
         stage: Stage,
         parts: Parts,
-        backward: Backwards,
-        update: Updates,
+        sequence: StepSequence,
         run: Run,
-        scale: Callable[[], float],
-        verdict: Callable[[], float | None],
+        losses: dict[int, Tensor],
         recomputes: bool,
     ) -> None:
-        self._stage, self._model, self._backward = stage, parts, backward
-        self._run, self._scale = run, scale
+        self._stage, self._model, self._sequence, self._backward = stage, parts, sequence, sequence.backward
+        self._run, self._losses = run, losses
         around = stage.chain.modules, stage.mesh.device, parts.arena.ledger
         self._replays = Replays(*around) if recomputes else None
         self.messages, self.random_numbers = Messages(stage, parts.messages, parts.inputs), parts.random_numbers
@@ -94,8 +89,7 @@ class Executor:
         self._flights: dict[Key, _Flight] = {}
         self._out: dict[tuple[Kind, int, int], Tensor] = {}
         self._parts: dict[int, Microbatch] = {}
-        self._chunks = Chunks(stage, parts, backward, update, self.tied, verdict)
-        self.losses: dict[int, Tensor] = {}
+        self._chunks = Chunks(stage, parts, sequence, self.tied)
         handlers: Mapping[Kind, Handler] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backwards,
@@ -165,7 +159,7 @@ class Executor:
             output, bypass = self._compute_once(action, flight)
         self.interpreter.note(action, start)
         if self._is_last(chunk):
-            self.losses[j] = output.weighted(self._parts[j].weight).value.detach()
+            self._losses[j] = output.weighted(self._parts[j].weight).value.detach()
         self._pass_on(action, output, bypass)
         if flight.replay is None:
             self._keep(action, flight, output)
@@ -273,23 +267,13 @@ class Executor:
             self._keep(action, flight, output)
             self._replays.compare(_values_of(output), flight.sample, f"Chunk {chunk} of the pipeline")
             del output
-        self._backward.forget_interrupted()
-        self._backward.under_scale = True
         self._chunks.backward(action)
-        try:
-            with self._backward.local(), self._deferring(flight):
-                if flight.loss is not None:
-                    losses, scale = self._backward.losses, self._scale()
-                    losses.add(flight.loss)
-                    weight = losses.weight(flight.loss, scale)
-                    with Within(penalty_weight=weight):
-                        torch.autograd.backward(losses.scaled(flight.loss, scale))
-                elif flight.edge is not None:
-                    with Within(penalty_weight=weight):
-                        torch.autograd.backward((flight.edge,), (gradient,))
-        finally:
-            self._backward.under_scale = False
-            self._backward.forget_interrupted()
+        with self._backward.local(), self._deferring(flight):
+            if flight.loss is not None:
+                weight = self._sequence.add(flight.loss)
+            elif flight.edge is not None:
+                with self._backward.scaled(weight):
+                    torch.autograd.backward((flight.edge,), (gradient,))
         self._backward.count += 1
         self.interpreter.note(action, start)
         if chunk > 0:
@@ -320,12 +304,8 @@ class Executor:
     def _weight_gradients(self, action: Action) -> None:
         start = self.interpreter.now()
         self._chunks.backward(action)
-        self._backward.under_scale = True
-        try:
-            with self._backward.local():
-                self._flights[action.chunk, _number(action)].store.compute()
-        finally:
-            self._backward.under_scale = False
+        with self._backward.local(), self._backward.scaled():
+            self._flights[action.chunk, _number(action)].store.compute()
         self.interpreter.note(action, start)
         self._land(action)
 

@@ -3,7 +3,7 @@
 import math
 import struct
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from zeroshard.comm.collectives import Purpose
-from zeroshard.errors import BatchError, NonFiniteError, PlanError
+from zeroshard.comm.collectives import Comm, Purpose
+from zeroshard.errors import PlanError
 from zeroshard.parts.part import Parts
 from zeroshard.pipeline.cut.bypass import NUMBERS, SentValues
 from zeroshard.pipeline.cut.origins import ReturnedValue
@@ -21,13 +21,83 @@ from zeroshard.pipeline.run.messages import Entering
 from zeroshard.pipeline.run.weight_stashing import StashedVersions
 from zeroshard.pipeline.stage import Stage
 from zeroshard.schedule import Kind
+from zeroshard.step.backward import Backward
 from zeroshard.step.batch import uneven_microbatches
-from zeroshard.step.losses import REPORT, LossReport, SameBatches, means_alone
-from zeroshard.step.sequence import Backwards, Decides, Run, Updates
+from zeroshard.step.decision import Agreed
+from zeroshard.step.losses import REPORT, LossReport, SameBatches, StepLosses, means_alone
+from zeroshard.step.sequence import Run, StepSequence
 
 LOANS = {Kind.LEND: Purpose.LEND_WEIGHTS, Kind.REPAY: Purpose.REPAY_GRADIENTS}
 LEAVING = (Kind.SEND_FORWARD, Kind.RECEIVE_BACKWARD)  # messages of the activation that leaves a chunk
 WORD = struct.Struct("<dd?I")  # of a rank: squared norm, share of the loss, whether its losses are finite, its batch
+
+
+class ThisStage:
+    """The ranks of one stage, which decides on its updates alone under a schedule that never flushes.
+
+    Attributes:
+        comm, whole: of a `step.sequence.Scope`.
+        losses: of microbatches at the end of the model, means times their weights, since the last `total`.
+        batches: since the last comparison of ranks that work on the same data.
+        mean: the mean loss of the last step, where it is known.
+    """
+
+    whole = False
+
+    def __init__(self, stage: Stage, comm: Comm, losses: StepLosses) -> None:
+        self._stage, self.comm, self._reported = stage, comm, losses
+        self.losses: dict[int, Tensor] = {}
+        self.batches = SameBatches(_on_same_data(stage))
+        self.mean: Tensor | None = None
+
+    def widen(self, agreed: Agreed, reports: Sequence[LossReport], step: int) -> Agreed:
+        """No other stage is asked."""
+        return agreed
+
+    def total(self) -> Tensor:
+        """The sum of `losses`, which begin anew."""
+        total = torch.zeros((), device=self._stage.mesh.device)
+        for loss in self.losses.values():
+            total += loss
+        self.losses.clear()
+        return total
+
+    def compare_batches(self, fed: int) -> None:
+        """Compare the batches of all ranks on the same data, `fed` steps after a flush; a collective call."""
+        frames = self._stage.world.agree(struct.pack("<I", *self.batches.read()), f"batches, {fed} steps after a flush")
+        self.batches.clear()
+        self.batches.check([number for frame in frames for number in struct.unpack("<I", frame)], fed)
+
+
+class AllStages(ThisStage):
+    """The ranks of all stages, which decide on a step together; attributes as of `ThisStage`."""
+
+    def widen(self, agreed: Agreed, reports: Sequence[LossReport], step: int) -> Agreed:
+        """Add up the norms of all stages, and divide the losses of the last one by their counts."""
+        stage, layout = self._stage, self._stage.pipeline.layout
+        # Where stages have unlike numbers of replicas, a replica's mean is over its own part of the microbatches.
+        gain = stage.ranks_per_data_rank
+        loss, report = float(self.total()) if stage.is_last else 0.0, self._reported.report
+        if stage.place:  # the first rank that works on a batch reports its losses
+            loss, report = 0.0, LossReport()
+        word = WORD.pack((agreed.norm * gain) ** 2, loss, agreed.finite, *self.batches.read()) + REPORT.pack(*report)
+        frames = self.comm.agree(word, f"agreement of all stages, {step}")
+        answers = [WORD.unpack_from(frame) for frame in frames]
+        squares = sum(answers[layout.members(s)[0]][0] for s in range(layout.stages))
+        self.mean = torch.tensor(sum(loss for _, loss, *_ in answers) / stage.data_ranks)
+        try:
+            self.batches.check([batches for *_, batches in answers], step)
+            every = [LossReport(*REPORT.unpack_from(frame, WORD.size)) for frame in frames]
+            whole = self._reported.close(every, stage.data_ranks)
+        finally:
+            self.batches.clear()
+        finite = all(finite for _, _, finite, _ in answers)
+        return Agreed(math.sqrt(squares) * whole, agreed.written, finite, gain * whole)
+
+
+def scope_of(stage: Stage, comm: Comm, losses: StepLosses) -> ThisStage:
+    """The ranks that decide on an update together; `comm` has those of this rank's stage."""
+    return ThisStage(stage, comm, losses) if stage.pipeline.streams else AllStages(stage, stage.world, losses)
 
 
 class PipelineOrder:
@@ -43,34 +113,27 @@ class PipelineOrder:
         self,
         stage: Stage,
         parts: Parts,
-        backward: Backwards,
-        update: Updates,
-        decision: Decides,
+        sequence: StepSequence,
+        scope: ThisStage,
         recomputes: bool,
         model: nn.Module,
         run: Run,
     ) -> None:
-        self.stage, self._decision, self._update, self._model = stage, decision, update, model
-        self._step_losses = backward.losses
+        self.stage, self._scope, self._model = stage, scope, model
         pipeline = stage.pipeline
         if pipeline.streams:
-            _stash(stage, parts, backward)
+            _stash(stage, parts, sequence.backward)
             run = means_alone(run, pipeline.name)
-        scale: Callable[[], float] = lambda: decision.scale  # noqa: E731
-        decide = self._decide_alone if pipeline.streams else self._decide_together
-        self.executor = Executor(stage, parts, backward, update, run, scale, decide, recomputes)
+        self.executor = Executor(stage, parts, sequence, run, scope.losses, recomputes)
         self.interpreter = self.executor.interpreter
         self.fed = 0
         self.actions = pipeline.step(stage.rank)
         self._gathers = Counter(action.chunk for action in self.actions if action.kind is Kind.GATHER)
-        self._updates = 0
-        self._loss: Tensor | None = None
-        self._batches = SameBatches(_on_same_data(stage))
         self._shapes: list[dict[int, Entering]] = []  # of each microbatch of the last step
 
     def step(self, batch: Any) -> Tensor | None:
         """One step on this data rank's batch; the mean loss, where it is known."""
-        stage, executor = self.stage, self.executor
+        stage, executor, scope = self.stage, self.executor, self._scope
         pipeline, rank = stage.pipeline, stage.rank
         parts = uneven_microbatches(batch, pipeline.microbatches)
         base = self.fed * pipeline.microbatches if pipeline.streams else 0
@@ -86,18 +149,18 @@ class PipelineOrder:
                 if pipeline.layout.rank_of(own, j, stage.place) == rank
             }
         )
-        self._loss = None
-        self._batches.add(batch)
+        scope.mean = None
+        scope.batches.add(batch)
         if pipeline.streams and not self.fed:
-            self._compare_batches()  # the others of a schedule that never flushes are compared at its end
+            scope.compare_batches(0)  # the others of a schedule that never flushes are compared at its end
         self._shapes = [executor.shapes(part) for part, _ in parts]
         executor.run(pipeline.step(rank, self.fed))
         if pipeline.streams:
             self.fed += 1
-            self._loss = self._losses() if stage.is_last else None
-            if self._loss is not None and each:
-                self._loss = self._loss / (pipeline.microbatches // stage.ranks_per_data_rank)
-        return self._loss
+            scope.mean = scope.total() if stage.is_last else None
+            if scope.mean is not None and each:
+                scope.mean = scope.mean / (pipeline.microbatches // stage.ranks_per_data_rank)
+        return scope.mean
 
     def flush(self) -> None:
         """Finish the microbatches in flight; all stages then have weights that saw the same microbatches."""
@@ -106,7 +169,7 @@ class PipelineOrder:
         self.executor.restart()
         self.executor.messages.finish()
         if self.fed:
-            self._compare_batches()  # not before: a rank may wait for what another receives in its rest
+            self._scope.compare_batches(self.fed)  # not before: a rank may wait for what another receives in its rest
         self.fed = 0
 
     def reloaded(self) -> None:
@@ -190,63 +253,6 @@ class PipelineOrder:
             planned[purpose] = planned.get(purpose, 0) + elements
         return planned
 
-    def _losses(self) -> Tensor:
-        """The sum of the weighted losses on this rank since the last call."""
-        losses = list(self.executor.losses.values())
-        self.executor.losses.clear()
-        total = torch.zeros((), device=self.stage.mesh.device)
-        for loss in losses:
-            total += loss
-        return total
-
-    def _decide_together(self) -> float | None:
-        """One verdict of all stages on the step."""
-        stage, layout = self.stage, self.stage.pipeline.layout
-        # Where stages have unlike numbers of replicas, a replica's mean is over its own part of the microbatches.
-        gain = stage.ranks_per_data_rank
-        settled = self._update.settle(self._updates)
-        loss, report = float(self._losses()) if stage.is_last else 0.0, self._step_losses.report
-        if stage.place:  # the first rank that works on a batch tells its losses
-            loss, report = 0.0, LossReport()
-        comm = self.executor.messages.comm
-        word = WORD.pack((settled.norm * gain) ** 2, loss, settled.sound, *self._batches.read()) + REPORT.pack(*report)
-        frames = comm.agree(word, f"agreement of all stages, {self._updates}")
-        answers = [WORD.unpack_from(frame) for frame in frames]
-        losses = [LossReport(*REPORT.unpack_from(frame, WORD.size)) for frame in frames]
-        squares = sum(answers[layout.members(s)[0]][0] for s in range(layout.stages))
-        self._loss = torch.tensor(sum(loss for _, loss, *_ in answers) / stage.data_ranks)
-        try:
-            self._batches.check([batches for *_, batches in answers], self._updates)
-            whole = self._step_losses.close(losses, stage.data_ranks)
-        except (BatchError, NonFiniteError):
-            self._update.consume()
-            raise
-        finally:
-            self._batches.clear()
-        return self._conclude(math.sqrt(squares) * whole, gain * whole, all(sound for _, _, sound, _ in answers))
-
-    def _compare_batches(self) -> None:
-        comm = self.executor.messages.comm
-        word = struct.pack("<I", *self._batches.read())
-        frames = comm.agree(word, f"batches, {self.fed} steps after a flush")
-        self._batches.clear()
-        self._batches.check([number for frame in frames for number in struct.unpack("<I", frame)], self.fed)
-
-    def _decide_alone(self) -> float | None:
-        """This stage's verdict on one update: it waits for no ranks but its replicas."""
-        settled = self._update.settle(self._updates)
-        return self._conclude(settled.norm, 1, settled.sound)
-
-    def _conclude(self, norm: float, gain: float, sound: bool) -> float | None:
-        comm = None if self.stage.pipeline.streams else self.executor.messages.comm
-        self._updates += 1
-        try:
-            verdict = self._decision.decide(norm, lambda found: self._update.refuse_nonfinite(found, comm), sound)
-        except Exception:
-            self._update.consume()
-            raise
-        return None if verdict.skip else verdict.factor * gain
-
 
 def _on_same_data(stage: Stage) -> list[list[int]]:
     """The ranks of all stages that are given the same batch, by data rank."""
@@ -255,7 +261,7 @@ def _on_same_data(stage: Stage) -> list[list[int]]:
     return [[rank for rank, of in enumerate(data_rank) if of == number] for number in range(stage.data_ranks)]
 
 
-def _stash(stage: Stage, parts: Parts, backward: Backwards) -> None:
+def _stash(stage: Stage, parts: Parts, backward: Backward) -> None:
     """Let each flat have more than one version of its weights."""
     for part, gradients in parts.trained:
         sites = [list(stage.chain.sites(parameter)) for parameter in part.flat.parameters]

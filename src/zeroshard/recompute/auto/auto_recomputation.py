@@ -28,6 +28,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from zeroshard.comm.collectives import Comm
+from zeroshard.parts.technique import StepEnd
 from zeroshard.platform import accelerator
 from zeroshard.recompute.auto.agreement import AutoStepEnd
 from zeroshard.recompute.auto.applied import Decided, rows_of
@@ -44,7 +45,6 @@ from zeroshard.recompute.context import RecomputeContext
 from zeroshard.recompute.operations import Treatment
 from zeroshard.recompute.recomputation import BlockForward, Recomputation
 from zeroshard.recompute.segments import BlockSegment, Call, Region
-from zeroshard.step.sequence import StepEnd
 from zeroshard.units.hooks import place_of
 
 NO_BLOCKS: PassKey = (-1,)  # forwards in which no block can be computed again

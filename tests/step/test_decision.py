@@ -5,7 +5,7 @@ import math
 import pytest
 
 from zeroshard.errors import CommError
-from zeroshard.step.agreement import Answer, check_together
+from zeroshard.step.decision import Answer, check_together
 from zeroshard.step.losses import LossReport
 
 

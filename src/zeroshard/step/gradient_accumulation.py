@@ -8,14 +8,14 @@ import torch
 from torch import nn
 
 from zeroshard.comm.mesh import Mesh
-from zeroshard.engine.build import Assembly
-from zeroshard.parts.part import MicrobatchRows
+from zeroshard.parts.part import MicrobatchRows, Parts
+from zeroshard.parts.weights import Gatherer
 from zeroshard.precision.call import call
 from zeroshard.schedule import Action, Kind, PipelineSchedule, Schedule, verify
 from zeroshard.schedule.run import Interpreter
 from zeroshard.step.batch import even_share, uneven_microbatches
 from zeroshard.step.losses import Loss
-from zeroshard.step.sequence import Backwards, Run
+from zeroshard.step.sequence import Run, StepSequence
 from zeroshard.traffic import Purpose
 
 
@@ -23,10 +23,10 @@ class OneStage:
     """Steps over all microbatches of a rank; a `step.sequence.Order`.
 
     Args:
+        gatherer: of `parts`.
         pipeline: the lists of one stage.
         run: a forward, to its loss.
-        backward: of a loss.
-        update: with what the backwards added up.
+        steps: the number of steps before.
 
     Attributes:
         actions: this rank's list.
@@ -37,16 +37,16 @@ class OneStage:
         self,
         model: nn.Module,
         mesh: Mesh,
-        assembly: Assembly,
+        parts: Parts,
+        gatherer: Gatherer,
         pipeline: PipelineSchedule,
-        backwards: Backwards,
+        sequence: StepSequence,
         run: Run,
-        backward: Callable[[Loss], None],
-        update: Callable[[], None],
+        steps: Callable[[], int],
     ) -> None:
-        self._model, self._mesh, self._all, self._backwards = model, mesh, assembly.parts, backwards
-        self._run, self._backward, self._update = run, backward, update
-        self.actions: Schedule = assembly.gatherer.lower(pipeline.step(0))
+        self._model, self._mesh, self._all, self._run = model, mesh, parts, run
+        self._backward, self._sequence, self._steps = sequence.backward, sequence, steps
+        self.actions: Schedule = gatherer.lower(pipeline.step(0))
         verify([self.actions])
         self._reduced = {action.microbatch for action in self.actions if action.kind is Kind.REDUCE}
         self._count, self._batch = pipeline.microbatches, None
@@ -55,7 +55,7 @@ class OneStage:
         self._mean = torch.zeros(())
         handlers = {
             Kind.FORWARD: self._forward,
-            Kind.BACKWARD: self._backwards_of,
+            Kind.BACKWARD: self._backwards,
             Kind.GATHER: self._gather,
             Kind.FREE: self._free,
             Kind.REDUCE: self._reduce,
@@ -70,7 +70,7 @@ class OneStage:
         self._batch, self._parts = batch, [(*cut, of_cut) for cut, of_cut in zip(cuts, rows, strict=True)]
         self._mean = torch.zeros((), device=self._mesh.device)
         self._losses.clear()
-        self._backwards.losses.batches.add(batch)
+        self._backward.losses.batches.add(batch)
         try:
             self.interpreter.run(self.actions)
         finally:
@@ -102,12 +102,12 @@ class OneStage:
             self._losses[number] = even_share(self._run(part), share, self._batch, self._count)
         self.interpreter.note(action, start)
 
-    def _backwards_of(self, action: Action) -> None:
+    def _backwards(self, action: Action) -> None:
         start, number = self.interpreter.now(), _number(action)
         loss = self._losses.pop(number)
         self._mean += loss.value.detach().to(self._mean.device)
-        with nullcontext() if number in self._reduced else self._backwards.local():
-            self._backward(loss)
+        with nullcontext() if number in self._reduced else self._backward.local():
+            self._sequence.add(loss)
         self.interpreter.note(action, start)
 
     def _gather(self, action: Action) -> None:
@@ -121,7 +121,7 @@ class OneStage:
 
     def _update_all(self, action: Action) -> None:
         start = self.interpreter.now()
-        self._update()
+        self._sequence.take(self._steps())
         self.interpreter.note(action, start)
 
 

@@ -12,10 +12,11 @@ import torch
 
 from zeroshard.autograd.gradient_slot import Lent, RowGradient, goes_straight, offer_slot
 from zeroshard.comm.collectives import Comm
-from zeroshard.engine.build import Assembly
 from zeroshard.errors import PlanError
 from zeroshard.parts.gradients import Gradients
-from zeroshard.parts.weights import PassKind
+from zeroshard.parts.part import LateUpdates, Parts
+from zeroshard.parts.weights import Gatherer, PassKind
+from zeroshard.step.context import Within
 from zeroshard.step.losses import BY_MEAN, StepLosses
 from zeroshard.zero.grad_attribute import unreadable
 from zeroshard.zero.reductions import Expected, Reductions
@@ -39,14 +40,22 @@ class Backward:
         losses: of those backwards.
     """
 
-    def __init__(self, assembly: Assembly, comm: Comm, losses: StepLosses, needs_scale: bool, explicit: bool) -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        gatherer: Gatherer,
+        late: LateUpdates,
+        comm: Comm,
+        losses: StepLosses,
+        needs_scale: bool,
+        explicit: bool,
+    ) -> None:
         self.explicit = explicit
-        self._gatherer, self._late, self._comm, self._needs_scale = assembly.gatherer, assembly.late, comm, needs_scale
-        parts = assembly.parts
+        self._gatherer, self._late, self._comm, self._needs_scale = gatherer, late, comm, needs_scale
         self._gradients = [
             [part.gradients for part in of_unit if part.gradients is not None] for of_unit in parts.of_units
         ]
-        self.reductions = Reductions(self._gradients, GRACE if assembly.gatherer.passes else None, not explicit)
+        self.reductions = Reductions(self._gradients, GRACE if gatherer.passes else None, not explicit)
         self.expected = Expected(self._gradients)
         self._only_trainable = [all(part.flat.trainable for part in of_unit) for of_unit in parts.of_units]
         self._unit_of = {id(g): unit for unit, gradients in enumerate(self._gradients) for g in gradients}
@@ -72,6 +81,18 @@ class Backward:
             yield
         finally:
             self.reduces = before
+
+    @contextmanager
+    def scaled(self, weight: float | torch.Tensor = 1.0) -> Iterator[None]:
+        """A backward inside runs on a loss under the loss scale; `weight` is that of penalties in it."""
+        self.forget_interrupted()
+        self.under_scale = True
+        try:
+            with Within(penalty_weight=weight):
+                yield
+        finally:
+            self.under_scale = False
+            self.forget_interrupted()
 
     def on_output_gradient(self, gradient: torch.Tensor) -> None:
         """The gradient of an output, the first sign of a backward under way."""
@@ -135,12 +156,8 @@ class Backward:
         if not left:
             self.losses.clear()
         labels = [gradients.flat.label for gradients in self.gradients]
-        self.note_discard(str(list(zip(labels, found, strict=True))) if left else "all gradients")
+        note_discard(self._comm, str(list(zip(labels, found, strict=True))) if left else "all gradients")
         return True
-
-    def note_discard(self, label: str) -> None:
-        """Enter a discard into the checksum that the ranks compare before an update."""
-        self._comm.digests["reduce"] = zlib.crc32(label.encode(), self._comm.digests["reduce"])
 
     def enter(self, unit: int) -> None:
         """Gather a unit, of which the backward of a call begins; reduce those that are complete."""
@@ -218,6 +235,11 @@ class Backward:
         self.reductions.end()
         self._active = False
         self._late.background.note("backward", self._began)
+
+
+def note_discard(comm: Comm, label: str) -> None:
+    """Enter a discard of gradients into the checksum that the ranks compare before an update."""
+    comm.digests["reduce"] = zlib.crc32(label.encode(), comm.digests["reduce"])
 
 
 class _Arrival:
