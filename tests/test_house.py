@@ -6,14 +6,12 @@ under `what` in EXCEPTIONS.
 
 import ast
 import re
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from functools import cache, cached_property
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from functools import cache
 
 import pytest
+from house import SOURCE, Findings, Function, Module, definitions, house, imports, last_word
 
-SOURCE = Path(__file__).parents[1] / "src" / "zeroshard"
 FILE_LINES, FUNCTION_LINES, PARAMETERS = 500, 60, 8
 FLOORS = {
     **dict.fromkeys(("platform.accelerator", "platform.ranges"), -1),  # torch's devices and profiler
@@ -56,58 +54,6 @@ MAY_READ_ENVIRONMENT = {"comm.mesh", "cli", "supervisor", "__main__"}
 EXCEPTIONS: dict[str, str] = {
     "interop.inert_pickle": "DeepSpeed's checkpoints are pickles; torch.load(weights_only=True) reads inert ones.",
 }
-Findings = Iterator[tuple[str, str]]
-
-
-@dataclass(frozen=True)
-class Module:
-    """One source file: its dotted name below zeroshard, its text and its tree."""
-
-    name: str
-    text: str
-    tree: ast.Module
-
-    @classmethod
-    def parse(cls, name: str, text: str) -> "Module":
-        return cls(name, text, ast.parse(text))
-
-    @cached_property
-    def nodes(self) -> list[ast.AST]:
-        """All nodes of the tree."""
-        return list(ast.walk(self.tree))
-
-    @property
-    def part(self) -> str:
-        """The part of the house: the first word of the name."""
-        return self.name.partition(".")[0]
-
-
-@cache
-def house() -> list[Module]:
-    modules = []
-    for path in sorted(SOURCE.rglob("*.py")):
-        words = path.relative_to(SOURCE).with_suffix("").parts
-        modules.append(Module.parse(".".join(words[:-1] if words[-1] == "__init__" else words), path.read_text()))
-    return modules
-
-
-Function = ast.FunctionDef | ast.AsyncFunctionDef
-
-
-def definitions(module: Module) -> Iterator[tuple[str, Function | ast.ClassDef, list[ast.AST]]]:
-    """Every function and class with its dotted name and what it stands in, outermost first."""
-
-    def inside(
-        node: ast.AST, name: str, above: list[ast.AST]
-    ) -> Iterator[tuple[str, Function | ast.ClassDef, list[ast.AST]]]:
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, (Function, ast.ClassDef)):
-                yield f"{name}.{child.name}", child, above
-                yield from inside(child, f"{name}.{child.name}", [*above, child])
-            else:
-                yield from inside(child, name, above)
-
-    return inside(module.tree, module.name, [])
 
 
 def long_files(module: Module) -> Findings:
@@ -164,23 +110,6 @@ def missing_docstrings(module: Module) -> Findings:
         overload = any(isinstance(d, ast.Name) and d.id in ("overload", "override") for d in node.decorator_list)
         if not private and not overload and ast.get_docstring(node) is None:
             yield name, "no docstring"
-
-
-def last_word(node: ast.AST) -> str:
-    """What a name or an attribute ends with."""
-    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
-
-
-def imports(module: Module) -> Iterator[str]:
-    """The dotted names that a module imports, anywhere in it, strings included; `from a import b` as a.b."""
-    for node in module.nodes:
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert not node.level, f"{module.name} imports relatively"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Call) and last_word(node.func) in ("import_module", "__import__"):
-            yield from (a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str))
 
 
 def unsafe_loading(module: Module) -> Findings:
@@ -333,6 +262,103 @@ def test_few_modules_stand_at_the_top() -> None:
     assert len(top) <= TOP_MODULES, top
 
 
+STAR_TUPLES = 30  # only falls
+VARIADIC = {  # functions of torch and Python that take any number of arguments, which mean the same
+    *("add_row", "broadcast_tensors", "chain", "expand", "join", "max", "min", "new_empty", "new_full", "new_ones"),
+    *("new_zeros", "pack", "permute", "print", "reshape", "save_for_backward", "sum", "view", "zip"),
+}
+
+
+def takes_any_number() -> set[str]:
+    """Names of functions and classes that take any number of positional arguments, in every definition."""
+    found: dict[str, bool] = {}
+    for module in house():
+        for _, node, above in definitions(module):
+            if isinstance(node, Function):
+                holder = above[-1] if above else None
+                name = holder.name if isinstance(holder, ast.ClassDef) and node.name == "__init__" else node.name
+                found[name] = found.get(name, True) and node.args.vararg is not None
+    return VARIADIC | {name for name, every in found.items() if every}
+
+
+def tuples_of(function: Function) -> Iterator[tuple[str, ast.Tuple]]:
+    """The names that a function binds to a tuple which it writes out, with the tuple."""
+    for node in ast.walk(function):
+        pairs: list[tuple[ast.expr, ast.expr]] = []
+        if isinstance(node, ast.Assign):
+            pairs = [(target, node.value) for target in node.targets]
+        elif isinstance(node, (ast.AnnAssign, ast.NamedExpr)) and node.value is not None:
+            pairs = [(node.target, node.value)]
+        for target, value in list(pairs):
+            if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+                pairs += zip(target.elts, value.elts, strict=False)
+        for target, value in pairs:
+            branches = (value.body, value.orelse) if isinstance(value, ast.IfExp) else (value,)
+            yield from ((target.id, v) for v in branches if isinstance(target, ast.Name) and isinstance(v, ast.Tuple))
+
+
+def unlike(written: ast.Tuple) -> bool:
+    """Whether a tuple has several elements, and not just constants of one type."""
+    types = {type(element.value) if isinstance(element, ast.Constant) else None for element in written.elts}
+    return len(written.elts) > 1 and (len(types) > 1 or None in types)
+
+
+def star_tuples(module: Module, variadic: set[str]) -> Findings:
+    """Calls that take a tuple of unlike things apart into parameters, so that no reader sees which is which."""
+    for name, function, _ in definitions(module):
+        if not isinstance(function, Function):
+            continue
+        mixed = {bound for bound, written in tuples_of(function) if unlike(written)}
+        calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
+        for call in calls:
+            taken = [a.value.id for a in call.args if isinstance(a, ast.Starred) and isinstance(a.value, ast.Name)]
+            if last_word(call.func) not in variadic:
+                yield from ((name, f"*{each} in {ast.unparse(call)}") for each in taken if each in mixed)
+
+
+def test_few_calls_take_a_mixed_tuple_apart() -> None:
+    variadic = takes_any_number()
+    found = {f"{name}: {what}" for module in house() for name, what in star_tuples(module, variadic)}
+    assert len(found) <= STAR_TUPLES, "\n".join([str(len(found)), *sorted(found)])
+
+
+def test_star_tuples_are_found() -> None:
+    text = (
+        "def f(a, b):\n    touched = a.x, b.y\n    g(1, *touched)\n"
+        "def f(a, b):\n    x, pair = 1, ((a, b) if a else (b, 0))\n    C.apply(*pair)\n"
+        "def f(a, *rest):\n    sizes = (a, 2)\n    alike = [n for n in rest]\n"
+        "    words = 'a', 'b'\n    number(*words)\n"
+        "    a.view(*sizes)\n    g(*rest, *alike)\n    h(sizes)\n    many(*sizes)\n"
+    )
+    found = [what for _, what in star_tuples(Module.parse("plan", text), {"view", "many"})]
+    assert found == ["*touched in g(1, *touched)", "*pair in C.apply(*pair)"]
+
+
+SMALL, SMALL_FILES = 60, 14  # lines; files below them with one importer, which only fall
+
+
+def lonely(graph: dict[str, set[str]], lines: dict[str, int]) -> dict[str, str]:
+    """Short modules that a single other one imports, and that one."""
+    importers: dict[str, set[str]] = {}
+    for module, targets in graph.items():
+        for target in targets:
+            importers.setdefault(target, set()).add(module)
+    short = [name for name in lines if lines[name] < SMALL and len(importers.get(name, ())) == 1]
+    return {name: next(iter(importers[name])) for name in short}
+
+
+def test_few_small_files_have_one_importer() -> None:
+    packages = {".".join(path.parent.relative_to(SOURCE).parts) for path in SOURCE.rglob("__init__.py")}
+    lines = {m.name: len(m.text.splitlines()) for m in house() if m.name not in packages}
+    found = lonely(arrows(), lines)
+    assert len(found) <= SMALL_FILES, f"{len(found)}: merge each into its importer, or give it a reason: {found}"
+
+
+def test_small_files_with_one_importer_are_found() -> None:
+    graph = {"a": {"b", "c"}, "b": {"c", "d"}, "c": set(), "d": set()}
+    assert lonely(graph, dict.fromkeys("abc", 59) | {"d": 60}) == {"b": "a"}
+
+
 TERMS = {  # the field's terms, and the part of a path in which each is looked for
     "tied weights": "tied_weights",
     "loss scaling": "loss_scaling",
@@ -453,68 +479,6 @@ def size_of(node: ast.ClassDef) -> tuple[int, int]:
             if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store) and ast.unparse(n.value) == "self":
                 attributes.add(n.attr)
     return len(attributes), methods
-
-
-UNUSED_WORDS = (  # private words, or words of two meanings, which name nothing in the source
-    *("below", "home", "pulse", "nursery", "company", "words", "really", "here", "lane", "lanes", "nobody"),
-    *("judge", "guess", "guesses", "landing", "spread", "standin", "standins", "wires"),
-)
-MAY_USE: dict[tuple[str, str], str] = {  # a part of the house and a word, with the reason
-    ("saved", "words"): "codes of fewer bits are packed into machine words",
-}
-
-
-@cache
-def all_names() -> list[tuple[Module, list[str]]]:
-    """What each module names."""
-    return [(module, list(dict.fromkeys(names(module)))) for module in house()]
-
-
-def names(module: Module) -> Iterator[str]:
-    """What a module names: itself, its classes, functions, parameters, attributes, and variables outside functions."""
-    yield module.name.rpartition(".")[2]
-    inside = {id(n) for f in module.nodes if isinstance(f, Function) for n in ast.walk(f) if n is not f}
-    for node in module.nodes:
-        if isinstance(node, (Function, ast.ClassDef)):
-            yield node.name
-        elif isinstance(node, ast.arg):
-            yield node.arg
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            yield node.attr
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and id(node) not in inside:
-            yield node.id
-
-
-@cache
-def words_of(name: str) -> frozenset[str]:
-    """The words of a name in snake_case or CamelCase, in small letters."""
-    return frozenset(word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name))
-
-
-def private_words(module: Module, named: Iterable[str]) -> Findings:
-    for name in dict.fromkeys(named):
-        for word in sorted(words_of(name) & set(UNUSED_WORDS)):
-            if (module.part, word) not in MAY_USE:
-                yield f"{module.name}: {name}", f"is named with {word!r}, which is not a word of the field"
-
-
-def test_names_are_of_words_of_the_field() -> None:
-    assert [f"{name} {complaint}" for named in all_names() for name, complaint in private_words(*named)] == []
-
-
-def test_each_word_that_a_part_may_use_is_needed_and_has_a_reason() -> None:
-    used = {(module.part, word) for module, named in all_names() for name in named for word in words_of(name)}
-    assert MAY_USE.keys() <= used and all(MAY_USE.values()) and {word for _, word in MAY_USE} <= set(UNUSED_WORDS)
-
-
-def test_private_words_are_found_in_every_kind_of_name() -> None:
-    text = (
-        "HERE = 1\nclass PulseReader:\n    home: int\ndef read_words(lane, *, on_host): self.is_below = homely = 1\n"
-        "def f():\n    really = 1\n    def nobody(): ...\n"
-    )
-    module = Module.parse("comm.lanes", text)
-    found = [name.partition(": ")[2] for name, _ in private_words(module, names(module))]
-    assert sorted(found) == ["HERE", "PulseReader", "home", "is_below", "lane", "lanes", "nobody", "read_words"]
 
 
 def test_no_two_classes_have_one_name() -> None:
