@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from zeroshard.parts.place import Axis, Partial, Piece, Split
 from zeroshard.parts.technique import NewAxis
+from zeroshard.units.forwards import insert, replaced
 
 POSITIONS = 5  # of the sequences of `engine.models.batch`
 
@@ -111,8 +112,8 @@ class SplitBlocks:
             self._block(block, between)
         if self.sequence:
             first, *_, last = blocks.values()
-            first.forward = _entering(first.forward, between)
-            last.forward = _leaving(last.forward, between)
+            insert(first, "divided", lambda plain: _entering(plain, between))
+            insert(last, "divided", lambda plain: _leaving(plain, between))
         return self._splits
 
     def _part(self, module: nn.Module, name: str, dim: int, axis: Axis) -> nn.Parameter:
@@ -133,7 +134,6 @@ class SplitBlocks:
             head._parameters["weight"] = weight
         else:
             self._part(head, "weight", 0, axis)
-        plain = head.forward
 
         def looked_up(ids: Tensor) -> Tensor:
             own = embed.weight
@@ -141,26 +141,34 @@ class SplitBlocks:
             rows = F.embedding((ids - first).clamp(0, own.shape[0] - 1), own) * mine[..., None]
             return between.summed(rows)
 
-        embed.forward = looked_up
-        head.forward = lambda x: between.gathered(plain(between.copied(x)), x.dim() - 1, vocabulary)
+        def logits(plain: Any) -> Any:
+            return lambda x: between.gathered(plain(between.copied(x)), x.dim() - 1, vocabulary)
+
+        insert(embed, "divided", lambda _: looked_up)
+        insert(head, "divided", logits)
 
     def _block(self, block: nn.Module, between: Between) -> None:
         axis, up, down = between.axis, block.up, block.down
-        plain, deferred = up.forward, vars(down).get("forward")
         self._part(up, "weight", 0, axis)
         self._part(up, "bias", 0, axis)
         self._part(down, "weight", 1, axis)
         if self.sequence:
             self._splits |= dict.fromkeys((*block.norm.parameters(), down.bias), Partial("tensor"))
 
-        def upward(x: Tensor) -> Tensor:
-            return plain(between.gathered_for_parts(x, 1, POSITIONS) if self.sequence else between.copied(x))
+        def upward(plain: Any) -> Any:
+            return lambda x: plain(between.gathered_for_parts(x, 1, POSITIONS) if self.sequence else between.copied(x))
 
-        def downward(x: Tensor) -> Tensor:
-            x = F.linear(x, down.weight) if deferred is None else deferred(x, biased=False)
-            return (between.summed_parts(x, 1) if self.sequence else between.summed(x)) + down.bias
+        def downward(plain: Any) -> Any:
+            deferred = replaced(down, plain)
 
-        up.forward, down.forward = upward, downward
+            def forward(x: Tensor) -> Tensor:
+                x = F.linear(x, down.weight) if deferred is None else deferred(x, biased=False)
+                return (between.summed_parts(x, 1) if self.sequence else between.summed(x)) + down.bias
+
+            return forward
+
+        insert(up, "divided", upward)
+        insert(down, "divided", downward)
 
 
 def _entering(plain: Callable[..., Any], between: Between) -> Callable[..., Any]:

@@ -108,10 +108,10 @@ def saving_of(
     parts.inputs = arena if parts.keep_input is None else None
     if not of_blocks and not policy.arena:
         return None
-    with stage.blocks() as blocks:
-        splits = plan.tensor.splits, plan.experts.divides
-        inputs = RecomputeInputs(parts, stage.planned, stage.mesh, plan.pipelined, plan.streams, *splits)
-        return recomputation_of(policy, model, blocks if of_blocks else [], context, inputs)
+    blocks = stage.blocks()
+    splits = plan.tensor.splits, plan.experts.divides
+    inputs = RecomputeInputs(parts, stage.planned, stage.mesh, plan.pipelined, plan.streams, *splits)
+    return recomputation_of(policy, model, blocks if of_blocks else [], context, inputs)
 
 
 def together_of(plan: Plan, ranks: int) -> int:

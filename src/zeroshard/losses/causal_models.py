@@ -8,6 +8,7 @@ computes the loss. So the weight is used inside the layer's forward, where the e
 import inspect
 import weakref
 from collections.abc import Callable
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -19,6 +20,7 @@ from zeroshard.errors import PlanError
 from zeroshard.losses.absent_logits import AbsentLogits, LayerCall
 from zeroshard.losses.linear_cross_entropy import OutputLayer, linear_cross_entropy
 from zeroshard.losses.row_gradients import WHOLE, Vocabulary
+from zeroshard.units.forwards import insert, inside, layer_of, replaced
 from zeroshard.units.hooks import Hook
 
 LOSS = "ForCausalLMLoss"  # of transformers.loss.loss_utils: cross entropy of the next token
@@ -54,23 +56,23 @@ def make_loss_by_chunks(model: nn.Module, chunk: int) -> None:
     _install(causal, layer, chunk)
 
 
-def split_causal_loss(model: nn.Module, layer: nn.Linear, vocabulary: Vocabulary, make: Callable[..., Any]) -> bool:
+def split_causal_loss(model: nn.Module, layer: nn.Linear, vocabulary: Vocabulary) -> bool:
     """Let ranks that split the vocabulary of an output layer make its loss by chunks.
 
-    Logits that the model reads nevertheless are made by `make`, which has the arguments of the layer's forward.
+    Logits that the model reads nevertheless are made by the forward inside of the loss.
 
     Returns:
         whether it is the output layer of a causal model, whose loss can be made so.
     """
-    forward: Any = layer.forward
-    if not isinstance(forward, _LayerForward):
+    forward = layer_of(layer, "loss")
+    if forward is None:
         causal = _causal_model(model)
         if causal is None or _output_layer(causal) is not layer or not _is_plain(layer):
             return False
         if getattr(causal.loss_function, "__name__", "") != LOSS:
             return False
         forward = _install(causal, layer, None)
-    forward.vocabulary, forward.make = vocabulary, make
+    forward.vocabulary = vocabulary
     return True
 
 
@@ -81,12 +83,12 @@ def _causal_model(model: nn.Module) -> Any:
 
 
 def _is_plain(layer: Any) -> bool:
-    return isinstance(layer, nn.Linear) and getattr(layer.forward, "__func__", None) is nn.Linear.forward
+    return isinstance(layer, nn.Linear) and getattr(inside(layer, "loss"), "__func__", None) is nn.Linear.forward
 
 
 def _install(causal: Any, layer: nn.Linear, chunk: int | None) -> "_LayerForward":
     forward = _LayerForward(layer, _Labelled(causal), chunk)
-    vars(layer)["forward"] = forward
+    insert(layer, "loss", partial(forward.around, layer))
     causal.loss_function = _ChunkedLoss(layer, causal.loss_function, type(causal).__name__)
     return forward
 
@@ -140,6 +142,11 @@ class _LayerForward:
         self._layer, self._labelled, self.loss_chunk = weakref.ref(layer), labelled, chunk
         self.vocabulary: Vocabulary = WHOLE
         self.make: Callable[..., Any] | None = None
+
+    def around(self, layer: nn.Linear, inner: Callable[..., Any]) -> "_LayerForward":
+        """Itself, with another forward inside."""
+        self.make = replaced(layer, inner)
+        return self
 
     def __call__(
         self,
@@ -267,5 +274,5 @@ def split_loss(model: nn.Module, layer: nn.Linear, vocabulary: Vocabulary, make:
     The loss of a causal language model of transformers is then made by chunks, without logits. The layer of any other
     model gets the forward `make`, which stands for logits.
     """
-    if not split_causal_loss(model, layer, vocabulary, make):
-        vars(layer)["forward"] = make
+    split_causal_loss(model, layer, vocabulary)
+    insert(layer, "divided", lambda _: make)

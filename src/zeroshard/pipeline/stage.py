@@ -7,7 +7,6 @@ import time
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
@@ -168,8 +167,7 @@ class Stage:
 
     def cut(self, technique: Technique, axes: Mapping[str, Axis]) -> Replaced:
         """Let a technique put parts in the place of parameters of all stages, which have their names."""
-        with self.chain.without_gates():
-            cuts, new = replaced(self.chain.model, technique, axes)
+        cuts, new = replaced(self.chain.model, technique, axes)
         for layer in self.chain.layers:
             for name, parameter in layer.parameters.items():
                 if parameter in new:
@@ -183,12 +181,10 @@ class Stage:
                 self.scattered[first] = Scattered(axes[axis].comm)
         return cuts, new
 
-    @contextmanager
-    def blocks(self) -> Iterator[list[tuple[nn.Module, int]]]:
-        """The blocks of this stage, with the numbers of their units; inside they may be given other forwards."""
+    def blocks(self) -> list[tuple[nn.Module, int]]:
+        """The blocks of this stage, with the numbers of their units."""
         blocks = {layer.name: layer.modules[0] for layer in self.chain.layers[1:-1]}
-        with self.chain.without_gates():
-            yield [(blocks[unit.name], unit.number) for unit in self.units if unit.name in blocks]
+        return [(blocks[unit.name], unit.number) for unit in self.units if unit.name in blocks]
 
     def is_elsewhere(self, module: nn.Module) -> bool:
         """Whether a module runs on other stages alone."""

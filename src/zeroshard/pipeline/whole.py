@@ -1,7 +1,6 @@
 """The model in one stage: the stage of a model that is not cut."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -58,10 +57,9 @@ class WholeModel:
         """The units of the model."""
         return find_units(self._model, self._cut.units)
 
-    @contextmanager
-    def blocks(self) -> Iterator[list[tuple[nn.Module, int]]]:
+    def blocks(self) -> list[tuple[nn.Module, int]]:
         """The modules of all units but the root's, with the numbers of these units."""
-        yield [(unit.module, unit.number) for unit in self.units if unit.name]
+        return [(unit.module, unit.number) for unit in self.units if unit.name]
 
     @property
     def data_ranks(self) -> int:

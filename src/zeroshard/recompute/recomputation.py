@@ -41,6 +41,7 @@ from zeroshard.replay.generators import ModelDraws, ReachedGenerators, Source, h
 from zeroshard.replay.replay import Replay
 from zeroshard.saved.kept import CHECKPOINTS, is_compiled, recomputed_by_others
 from zeroshard.step.context import Within
+from zeroshard.units.forwards import insert, inside
 from zeroshard.units.hooks import outside
 
 Operations = Callable[[Region], AbstractContextManager[Any] | None]
@@ -85,13 +86,12 @@ class Recomputation:
         self._first: nn.Module | None = None
         self._called = 0
         self._inside = False
-        inside = {id(each): each for block, _ in blocks for each in block.modules()}
-        self._draws = ModelDraws(ReachedGenerators(inside.values(), [block.forward for block, _ in blocks]))
+        modules = {id(each): each for block, _ in blocks for each in block.modules()}
+        self._draws = ModelDraws(ReachedGenerators(modules.values(), [inside(block, "segment") for block, _ in blocks]))
         names = {module: name for name, module in model.named_modules()}
         for module, unit in blocks:
             if not is_compiled(module):
-                call = Call(module, unit, module.forward, operations, names.get(module, ""))
-                module.forward = BlockForward(self, call)
+                BlockForward(self, Call(module, unit, module.forward, operations, names.get(module, "")))
         model.register_forward_pre_hook(outside(self._begin))
         model.register_forward_hook(outside(self._end), always_call=True)
 
@@ -211,7 +211,7 @@ class Recomputation:
 
 
 class BlockForward:
-    """Takes the place of a block's forward; in a deep copy of the block, its own forward does.
+    """The layer of a block's forward that is computed again; a deep copy of the block has its own forward.
 
     Attributes:
         call: what it computes.
@@ -227,9 +227,14 @@ class BlockForward:
         self.modules = list(call.module.modules())
         self.known = self.left_alone = self.draws = False
         self.held: list[Source] = []
+        insert(call.module, "segment", self._around)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._recomputation.run(self, args, kwargs)
+
+    def _around(self, inner: Callable[..., Any]) -> "BlockForward":
+        self.call.forward = inner
+        return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self.call.forward, memo)

@@ -21,6 +21,7 @@ unless a hook of either sees it. A model that calls the layers of a sequence by 
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 from weakref import ReferenceType, ref
@@ -37,6 +38,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from zeroshard.saved.codes.bits import pack_bits, pack_halves, unpack_bits, unpack_halves
 from zeroshard.saved.compression import CompressedStore
 from zeroshard.saved.kept import is_compiled, recomputed_by_others
+from zeroshard.units.forwards import insert
 from zeroshard.units.hooks import Hook, outside
 
 POSITIONS = 16  # elements of a window that 4 bits tell apart
@@ -210,7 +212,7 @@ def enter_forwards(model: nn.Module, mode: GistMode, in_place: bool) -> None:
         if module._compiled_call_impl is not None:
             module._compiled_call_impl = _Outside(mode, module._compiled_call_impl)
         elif is_compiled(module) and not isinstance(module, torch.jit.ScriptModule):
-            module.forward = _Outside(mode, module.forward)
+            insert(module, "compiled", partial(_Outside, mode))
 
     def enter(*_: Any) -> None:
         mode.__enter__()  # type: ignore[no-untyped-call]

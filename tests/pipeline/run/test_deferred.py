@@ -236,14 +236,9 @@ def test_matrices_that_are_not_deferred_are_told() -> None:
 
 
 def test_a_technique_may_defer_layers_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    def doubled(module: Twice) -> Any:
-        plain = deferred.DEFERS[nn.Linear](Plain(module))
+    def doubled(module: Twice, _: Any) -> Any:
+        plain = deferred.DEFERS[nn.Linear](module, lambda x: nn.functional.linear(x, module.weight, module.bias))
         return lambda x: 2 * plain(x)
-
-    class Plain:
-        def __init__(self, module: Twice) -> None:
-            self.weight, self.bias = module.weight, module.bias
-            self.forward = lambda x: nn.functional.linear(x, module.weight, module.bias)
 
     monkeypatch.setitem(deferred.DEFERS, Twice, doubled)
     torch.manual_seed(0)

@@ -25,6 +25,7 @@ from zeroshard.moe.routing.record import Routing
 from zeroshard.moe.routing.statistics import Statistics
 from zeroshard.parts.technique import ROWS_OF_OTHERS
 from zeroshard.tensor.find.trial import apart
+from zeroshard.units.forwards import insert
 
 Forward = Callable[[Tensor, Routing], Tensor]
 Compute = Callable[[Tensor, Sequence[int], Tensor | None], Tensor]
@@ -74,7 +75,7 @@ class FoundExperts:
         for each in self.modules:
             setattr(each, ROWS_OF_OTHERS, True)
         made = RoutedForward(self.module, self.experts, forward) if _takes_choices(self.module) else forward
-        self.module.forward = made
+        insert(self.module, "exchanged", lambda _: made)
 
     def count(self) -> Statistics:
         """The statistics of its routings. To experts of other packages they are added; a routed forward counts."""

@@ -124,7 +124,7 @@ class Bypass:
         """
         self._inside = True
         try:
-            output = gate.original(*args, **kwargs)
+            output = gate.inner(*args, **kwargs)
         finally:
             self._inside = False
         sources = crossing.of_call(gate.path, number)

@@ -118,7 +118,12 @@ class Chain:
         self.placeholders = Placeholders()
         self.crossing = Crossing()
         self.written: dict[tuple[nn.Module, str], BufferLayers] = {}
-        self.layers = self._find_layers(model, frames, forward, device)
+        try:
+            self.layers = self._find_layers(model, frames, forward, device)
+        except BaseException:
+            for gate in self._gates:
+                gate.remove()
+            raise
         places = [(m, layer.number) for layer in self.layers for top in layer.modules for m in top.modules()]
         self._first_layer = dict(reversed(places))
 
@@ -220,7 +225,7 @@ class Chain:
             return self._probe.enter(gate, args, kwargs)
         passage = self._passage
         if passage is None:
-            return gate.original(*args, **kwargs)
+            return gate.inner(*args, **kwargs)
         number = self._number_of.get(gate.module)
         if number is None:
             return self._call(passage, gate, args, kwargs, passage.phase if gate.learned else None)
@@ -243,10 +248,10 @@ class Chain:
         """A module of a layer, or of all of them: it runs or has a placeholder, with its values beside."""
         number = passage.bypass.call(gate.path)
         if number is None:
-            return gate.original(*args, **kwargs)
+            return gate.inner(*args, **kwargs)
         if layer is None or passage.first <= layer < passage.last:
             return passage.bypass.run(self.crossing, gate, number, args, kwargs)
-        output = self.placeholders.of(gate.module, gate.original, args, kwargs, gate.overwritten)
+        output = self.placeholders.of(gate.module, gate.inner, args, kwargs, gate.overwritten)
         return passage.bypass.fill(self.crossing, gate, number, output)
 
     def _after_blocks(self, passage: _Passage, gate: Gate, output: Any) -> Any:
@@ -298,17 +303,6 @@ class Chain:
             for name, value in module._parameters.items():
                 if value is parameter:
                     yield module, name
-
-    @contextmanager
-    def without_gates(self) -> Iterator[None]:
-        """Modules have their own forwards inside; those that they have at the end pass the gates from then on."""
-        for gate in self._gates:
-            gate.lift()
-        try:
-            yield
-        finally:
-            for gate in self._gates:
-                gate.close()
 
     def replace(self, new: Mapping[nn.Parameter, nn.Parameter]) -> None:
         """Let parameters of other shapes, which stand in the modules already, be those of the layers."""

@@ -1,4 +1,4 @@
-"""Gates: the place of a module's forward, where a chain decides whether it runs, and which tensor is its activation."""
+"""Gates around modules' forwards: a chain decides whether each runs, and which tensor is its activation."""
 
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
@@ -9,19 +9,20 @@ from torch import Tensor, nn
 from torch.utils._pytree import register_pytree_node, tree_flatten, tree_leaves, tree_unflatten
 
 from zeroshard.errors import ModelError
+from zeroshard.units.forwards import insert, remove
 
 Enter = Callable[["Gate", tuple[Any, ...], dict[str, Any]], Any]
 
 
 class Gate:
-    """Takes the place of a module's forward.
+    """The outermost layer of a module's forward ([Note: layers of a forward]).
 
     Args:
         enter: gives what the module returns, for its caller.
         path: the module's name in the model.
 
     Attributes:
-        original: the module's own forward.
+        inner: the forward inside of the gate.
         learned: whether what it returns is made with parameters, its own or those before it.
         overwritten: whether a frame writes into what it returns.
         takes: of a block, which leaf of its arguments is the activation.
@@ -33,22 +34,19 @@ class Gate:
         self.learned = next(module.parameters(), None) is not None
         self.overwritten = False
         self.takes = self.returns = 0
-        self.close()
+        self.inner: Callable[..., Any] = module.forward
+        self._layer = insert(module, "gate", self._around)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._enter(self, args, kwargs)
 
-    def lift(self) -> None:
-        """Put back the forward that the module had, until `close`."""
-        del self.module.forward
-        if self._replaced:
-            self.module.forward = self.original
+    def remove(self) -> None:
+        """Leave the module without this gate."""
+        remove(self.module, self._layer)
 
-    def close(self) -> None:
-        """Take the place of the forward that the module has now."""
-        self._replaced = "forward" in vars(self.module)  # by one that is not of its class
-        self.original: Callable[..., Any] = self.module.forward
-        self.module.forward = self
+    def _around(self, inner: Callable[..., Any]) -> "Gate":
+        self.inner = inner
+        return self
 
 
 def open_up(tree: Any, gate: Gate, given: Any = ()) -> None:

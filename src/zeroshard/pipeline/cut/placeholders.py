@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from zeroshard.errors import ModelError
+from zeroshard.units.forwards import instead
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")  # of a module, that are called with what enters and what leaves it
 
@@ -79,11 +80,10 @@ class Placeholders:
                 return torch.empty_like(leaf, device="meta") if isinstance(leaf, Tensor) else leaf
 
         state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        gate, hooks = module.forward, [(name, vars(module)[name]) for name in HOOKS]
+        hooks = [(name, vars(module)[name]) for name in HOOKS]
         try:
-            module.forward = forward
             vars(module).update((name, OrderedDict()) for name in HOOKS)  # they run around the gate
-            with torch.no_grad(), _AnyDtype():  # type: ignore[no-untyped-call]
+            with instead(module, forward), torch.no_grad(), _AnyDtype():  # type: ignore[no-untyped-call]
                 meta_args, meta_kwargs = tree_map(to_meta, (args, kwargs))
                 output = functional_call(module, tree_map(to_meta, state), meta_args, meta_kwargs)
             return tree_flatten(tree_map(_shape_of, output))
@@ -101,7 +101,6 @@ class Placeholders:
                 f"({error}); give every microbatch the shape of the example, or pad the last batch."
             ) from error
         finally:
-            module.forward = gate
             vars(module).update(hooks)
 
 

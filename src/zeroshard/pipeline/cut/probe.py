@@ -122,7 +122,7 @@ class Probe:
 
     def _run(self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._device is None or self._apart or next(gate.module.parameters(), None) is None:
-            output = gate.original(*args, **kwargs)
+            output = gate.inner(*args, **kwargs)
             open_up(output, gate, (args, kwargs))
         else:
             output = self._run_apart(gate, args, kwargs)
@@ -144,11 +144,11 @@ class Probe:
         try:
             with _own_parameters(gate.module, self.stands_for):
                 try:
-                    output = gate.original(*taken[0], **taken[1])
+                    output = gate.inner(*taken[0], **taken[1])
                 except Exception:  # of whatever kind: it asks for a value, or has a tensor that is not on meta
                     taken = args, kwargs
                     with _random_weights(gate.module, self._device, self.stands_for):
-                        output = gate.original(*args, **kwargs)
+                        output = gate.inner(*args, **kwargs)
         finally:
             self._apart = False
         open_up(output, gate, (args, kwargs))

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zeroshard.step.context import LEAVES, WeightGradients, Within, context, store_for
+from zeroshard.units.forwards import insert
 
 Sums = Callable[[Tensor, int], Tensor]  # of gradients whose features several ranks hold, along this dimension
 
@@ -32,7 +33,7 @@ class Deferral:
             made = next((make for kind, make in DEFERS.items() if _is_plain(module, kind)), None)
             matrices = sum(p.numel() for p in module.parameters(recurse=False) if p.dim() > 1 and p.requires_grad)
             if made is not None:
-                module.forward = made(module)
+                insert(module, "deferred", partial(made, module))
             if made is not None or getattr(module, LEAVES, False):
                 deferred += matrices
             elif matrices and not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and not _makes_loss(module):
@@ -58,10 +59,10 @@ class Deferral:
 
 
 class _Linear:
-    """The forward of one linear layer."""
+    """The forward of one linear layer, around its plain one."""
 
-    def __init__(self, module: nn.Linear) -> None:
-        self._module, self._plain = module, module.forward
+    def __init__(self, module: nn.Linear, plain: Callable[..., Any]) -> None:
+        self._module, self._plain = module, plain
 
     def __call__(self, input: Tensor, biased: bool = True, sums: Sums | None = None) -> Tensor:
         """As the layer's own.
@@ -82,7 +83,8 @@ class _Linear:
         return product
 
 
-DEFERS: dict[type[nn.Module], Callable[[Any], Callable[..., Any]]] = {nn.Linear: _Linear}  # what makes their forwards
+# What makes the forwards of modules of a class, from the module and its plain forward.
+DEFERS: dict[type[nn.Module], Callable[[Any, Callable[..., Any]], Callable[..., Any]]] = {nn.Linear: _Linear}
 ESCAPED = 0.1  # of the elements that are deferred, so many elsewhere are worth a warning
 
 

@@ -45,6 +45,7 @@ from zeroshard.recompute.context import RecomputeContext
 from zeroshard.recompute.operations import Treatment
 from zeroshard.recompute.recomputation import BlockForward, Recomputation
 from zeroshard.recompute.segments import BlockSegment, Call, Region
+from zeroshard.units.forwards import layer_of
 from zeroshard.units.hooks import place_of
 
 NO_BLOCKS: PassKey = (-1,)  # forwards in which no block can be computed again
@@ -114,8 +115,9 @@ class AutoRecomputation(Recomputation):
         self._names = {module: names.get(module, "") for module, _ in blocks}
         self._numbers = {module: number for number, (module, _) in enumerate(blocks)}
         super().__init__(model, blocks, lambda count: [1] * count, context, self._operations_of, save_sums)
-        forwards = ((self._names[module], module.forward) for module, _ in blocks)
-        self._calls = {name: forward.call for name, forward in forwards if isinstance(forward, BlockForward)}
+        forwards = ((self._names[module], layer_of(module, "segment")) for module, _ in blocks)
+        self._forwards: dict[str, BlockForward] = {name: forward for name, forward in forwards if forward is not None}
+        self._calls = {name: forward.call for name, forward in self._forwards.items()}
         self._budget, self._rules = budget, rules
         self._treatments: dict[Any, Treatment] = {}
         self._pass: _Pass | None = None
@@ -179,8 +181,7 @@ class AutoRecomputation(Recomputation):
 
     def _seem_to_vary(self) -> bool:
         """Whether blocks were left out so far, or blocks of one class saved unlike bytes in one forward."""
-        modules = {call.module.forward: name for name, call in self._calls.items()}
-        whole = {name for forward, name in modules.items() if not getattr(forward, "left_alone", False)}
+        whole = {name for name, forward in self._forwards.items() if not forward.left_alone}
         forwards = [decided.measures.blocks for decided in self.decided.values()]
         kinds = [{(type(self._calls[block.name].module), block.saved) for block in blocks} for blocks in forwards]
         alike = all(len(each) == len({kind for kind, _ in each}) for each in kinds)
@@ -262,7 +263,8 @@ class AutoRecomputation(Recomputation):
             self._waiting.varies = True
 
     def _has_room(self, found: _Pass, decided: Decided, number: int, module: nn.Module) -> bool:
-        if number not in decided.by_block or not getattr(module.forward, "known", True):
+        forward = self._forwards.get(self._names[module])
+        if number not in decided.by_block or not (forward is None or forward.known):
             return False
         needed = decided.decision.needs.get(number, 0) - found.room
         if needed + self._budget.activations > 0 and self._context.saver.moves:

@@ -10,7 +10,7 @@
 Each is done to the copies of trials and to the model itself, through the same functions.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +21,7 @@ from zeroshard.tensor.find.found import AttentionSizes, FoundLayer, HeadArgument
 from zeroshard.tensor.split.collectives import CopyIn, TensorRanks
 from zeroshard.tensor.split.layers import Entrance
 from zeroshard.tensor.split.sequence import activation_in, with_activation
+from zeroshard.units.forwards import insert
 from zeroshard.units.hooks import Hook
 
 
@@ -130,18 +131,21 @@ def own_heads(value: Tensor, argument: HeadArgument, heads: int, ranks: int, ran
 def fit_layer(module: Any, layer: FoundLayer, borders: Borders, ranks: int, rank: int | None) -> None:
     """Let a whole module work beside the heads of a rank; `rank` None is the whole model, in a trial."""
     if layer.gathers:
-        forward, pieces = module.forward, list(pieces_of(layer.segments, ranks, rank or 0))
+        pieces = list(pieces_of(layer.segments, ranks, rank or 0))
         own = sum(piece.length for piece in pieces)
 
-        def normed(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if rank is not None and x.shape[-1] != own:
-                return forward(x, *args, **kwargs)
-            whole = forward(borders.gathered(layer.name, x, pieces), *args, **kwargs)
-            if rank is None:
-                return whole
-            return torch.cat([whole[..., p.start : p.stop] for p in pieces], -1)
+        def gathered(forward: Callable[..., Any]) -> Callable[..., Any]:
+            def normed(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+                if rank is not None and x.shape[-1] != own:
+                    return forward(x, *args, **kwargs)
+                whole = forward(borders.gathered(layer.name, x, pieces), *args, **kwargs)
+                if rank is None:
+                    return whole
+                return torch.cat([whole[..., p.start : p.stop] for p in pieces], -1)
 
-        vars(module)["forward"] = normed
+            return normed
+
+        insert(module, "gathered", gathered)
     if layer.shared:
 
         def shared(module: nn.Module, args: Any, made: Tensor) -> Tensor:

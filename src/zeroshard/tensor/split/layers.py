@@ -38,6 +38,7 @@ from zeroshard.tensor.split.collectives import (
     Zones,
 )
 from zeroshard.tensor.split.collectives import Gathered as GatheredRows
+from zeroshard.units.forwards import replaced
 
 Left = list[tuple[Tensor | None, Tensor]]  # inputs and output gradients of products; None for an input gathered again
 Viewed = tuple[Tensor, Tensor | None, Left]
@@ -324,7 +325,6 @@ class ColumnForward:
 
     Args:
         columns: the features and heads that this rank has of its output.
-        plain: the forward that another technique has put in the place of the module's own; None otherwise.
     """
 
     def __init__(
@@ -334,11 +334,17 @@ class ColumnForward:
         zones: Zones,
         parameters: Parameters,
         columns: DividedActivations,
-        plain: Any = None,
     ) -> None:
-        self._module, self._columns, self._plain = weakref.ref(module), columns, plain
+        self._module, self._columns = weakref.ref(module), columns
+        self._plain: Any = None  # the forward inside of this one, where another technique or the user replaced it
         self._entrance, self._zones, self._transposed = entrance, zones, parameters.transposed
         self._sums = parameters.sums
+
+    def around(self, inner: Any) -> "ColumnForward":
+        """Itself, with another forward inside."""
+        module: Any = self._module()
+        self._plain = replaced(module, inner)
+        return self
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., I], or own rows of it, to this rank's features [..., O/t]."""
@@ -368,10 +374,16 @@ class RowForward:
         label: str,
         entrances: Sequence[Entrance],
         transposed: bool,
-        plain: Any = None,
     ) -> None:
-        self._module, self._plain, self._transposed = weakref.ref(module), plain, transposed
+        self._module, self._transposed = weakref.ref(module), transposed
+        self._plain: Any = None
         self._ranks, self._zones, self._label, self._entrances = ranks, zones, label, list(entrances)
+
+    def around(self, inner: Any) -> "RowForward":
+        """Itself, with another forward inside."""
+        module: Any = self._module()
+        self._plain = replaced(module, inner)
+        return self
 
     def __call__(self, x: Tensor) -> Tensor:
         """This rank's features [..., I/t] to [..., O], or own rows of it."""

@@ -38,6 +38,7 @@ from zeroshard.tensor.split.layers import ColumnForward, Entrance, Parameters, R
 from zeroshard.tensor.split.planned_messages import PlannedMessages, pairs_of
 from zeroshard.tensor.split.sequence import SequenceBlocks, open_attention
 from zeroshard.tensor.split.vocabulary import split_embedding, split_output
+from zeroshard.units.forwards import insert, inside, replaced
 from zeroshard.units.hooks import Hook, in_place_of
 
 AXIS = "tensor"
@@ -255,8 +256,9 @@ class _Forwards:
             module: Any = self._modules[layer.name]
             if layer.style is Style.ROW:
                 entrances = list(dict.fromkeys(self.entrances[_holder(name)] for name in layer.columns))
-                transposed, plain = bool(output_dimension(module)), _replaced(module)
-                module.forward = RowForward(module, self._ranks, self._zones, layer.name, entrances, transposed, plain)
+                transposed = bool(output_dimension(module))
+                row = RowForward(module, self._ranks, self._zones, layer.name, entrances, transposed)
+                insert(module, "divided", row.around)
             elif layer.style is Style.EMBEDDING:
                 split_embedding(module, self._ranks, *self._vocabulary(layer), layer.name)
             elif layer.style is Style.OUTPUT:
@@ -284,14 +286,14 @@ class _Forwards:
             Parameters(module, bool(output_dimension(module)), self._sums(layer))
             for module, layer in zip(modules, layers, strict=True)
         ]
-        overlaps = all(_replaced(module) is None for module in modules)
+        overlaps = all(replaced(module, inside(module, "divided")) is None for module in modules)
         self.overlap &= overlaps
         label = f"input of {layers[0].name}"
         entrance = Entrance(self._ranks, self._zones, label, parameters, opened, overlaps)
         self.entrances[holder] = entrance
         for layer, module, each in zip(layers, modules, parameters, strict=True):
             columns = divided_columns(layer, self._rows.get(layer.name), self._ranks)
-            module.forward = ColumnForward(module, entrance, self._zones, each, columns, _replaced(module))
+            insert(module, "divided", ColumnForward(module, entrance, self._zones, each, columns).around)
 
     def _sums(self, layer: FoundLayer) -> Any:
         """Adds up gradients of features that several ranks hold; None where none are."""
@@ -356,8 +358,3 @@ def sum_copies(
     for part, place in zip(parts, places, strict=True):
         part.copy_(place)
     return gradient
-
-
-def _replaced(module: nn.Module) -> Any:
-    """The forward that another technique has put in the place of a module's own; None if none has."""
-    return vars(module).get("forward")

@@ -20,13 +20,14 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from zeroshard.errors import ModelError
-from zeroshard.losses.causal_models import CHUNK, split_loss
+from zeroshard.losses.causal_models import split_loss
 from zeroshard.losses.linear_cross_entropy import OutputLayer, linear_cross_entropy
 from zeroshard.tensor.split.collectives import CopyIn, SumOut, TensorRanks
 from zeroshard.tensor.split.cross_entropy import SplitVocabulary
 from zeroshard.tensor.split.layers import Input, Parameters, column_product
 from zeroshard.tensor.split.logits import ShardedLogits
 from zeroshard.traffic import Purpose
+from zeroshard.units.forwards import insert, inside, replaced
 from zeroshard.units.hooks import listen
 
 
@@ -170,7 +171,8 @@ def split_embedding(module: nn.Embedding, ranks: TensorRanks, start: int, stop: 
                 f"{name} is an embedding with {option}={getattr(module, option)!r}, which does not work on a part of "
                 f"its rows. Leave the option out, or leave the layer whole: tensor_parallel.layers '{name}=whole'."
             )
-    vars(module)["forward"] = SplitEmbedding(module, SplitVocabulary(ranks, start, stop, total, name))
+    split = SplitEmbedding(module, SplitVocabulary(ranks, start, stop, total, name))
+    insert(module, "divided", lambda _: split)
 
 
 def split_output(
@@ -183,5 +185,5 @@ def split_output(
         name: of the module, for messages.
     """
     vocabulary = SplitVocabulary(ranks, start, stop, total, name)
-    product = None if hasattr(module.forward, CHUNK) else vars(module).get("forward")
+    product = replaced(module, inside(module, "divided"))
     split_loss(model, module, vocabulary, SplitOutput(module, vocabulary, product))
