@@ -48,6 +48,26 @@ def test_parameters_of_all_stages_are_counted(pool: Pool) -> None:
     assert all(f"({numel:,} parameters)" in text for text in pool.run(stage, 2))
 
 
+def layers(mesh: zs.Mesh) -> Any:
+    """The layers of an output layer and of blocks, on the first stage of two that recompute."""
+    pipeline = zs.Pipeline(2, balance="parameters", schedule="zb-h1")
+    plan = zs.Plan(pipeline_parallel=pipeline, microbatches=2)
+    engine = zs.Engine(build("Plain"), SGD, plan, mesh=mesh, example=(batch(0, 0, 1, 2), 0))
+    model: Any = engine.model
+    return [engine.layers_of(module) for module in (model, model.embed, model.blocks[0], model.head)]
+
+
+def test_layers_of_a_modules_forward(pool: Pool) -> None:
+    assert pool.run(layers, 2)[0] == [("own",), ("gate", "own"), ("gate", "own"), ("gate", "deferred", "own")]
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    engine = zs.Engine(model, SGD, zs.Plan(recompute="blocks"), mesh=zs.Mesh())
+    assert engine.layers_of(model) == ("own",) and engine.layers_of(model[1]) == ("segment", "own")
+    with pytest.raises(zs.PlanError, match=r"was given a Linear of elsewhere\. Pass engine\.model"):
+        engine.layers_of(nn.Linear(2, 2))
+    with pytest.raises(zs.PlanError, match="was given '0'"):
+        engine.layers_of("0")  # type: ignore[arg-type]
+
+
 def test_training_and_evaluation_mode_are_the_models() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))
     engine = zs.Engine(model, SGD, mesh=zs.Mesh())

@@ -31,6 +31,7 @@ from zeroshard.step.decision import Decision
 from zeroshard.step.sequence import StepOrder
 from zeroshard.step.trace import Trace, traced
 from zeroshard.traffic import BETWEEN_TIERS, Count, Purpose, merged
+from zeroshard.units.forwards import layers_of
 
 
 class Readings:
@@ -226,6 +227,22 @@ class Readings:
     def units(self) -> list[str]:
         """The names of the units in their fixed order."""
         return [unit.label for unit in self._assembly.parts.units]
+
+    def layers_of(self, module: nn.Module) -> tuple[str, ...]:
+        """The layers around a module's forward on this rank, outermost first; docs/concepts/units.md has their names.
+
+        The last is "own", the forward of the module's class, or "user", one that was set on the module.
+
+        Raises:
+            PlanError: `module` is no module of this engine's model.
+        """
+        if not isinstance(module, nn.Module) or all(module is not each for each in self.model.modules()):
+            found = f"a {type(module).__name__} of elsewhere" if isinstance(module, nn.Module) else repr(module)
+            raise PlanError(
+                f"layers_of takes a module of the engine's model, and was given {found}. Pass engine.model, or one of "
+                f"its modules by engine.model.get_submodule('its.path')."
+            )
+        return layers_of(module)
 
     def memory(self) -> MemoryTable:
         """Bytes on this rank by category: planned by the formula, measured by the ledger.

@@ -33,7 +33,7 @@ _KEY = "forward_layers"  # attribute of a module with layers
 
 
 @dataclass(slots=True, eq=False)
-class Layer:
+class ForwardLayer:
     """One layer.
 
     Attributes:
@@ -59,7 +59,7 @@ class _Layers:
     __slots__ = ("__weakref__", "all", "before", "inner", "module", "user")
 
     def __init__(self, module: nn.Module) -> None:
-        self.module, self.all = weakref.ref(module), list[Layer]()
+        self.module, self.all = weakref.ref(module), list[ForwardLayer]()
         self.user, self.inner, self.before = vars(module).get("forward"), layers_of(module), _known(module)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -69,19 +69,19 @@ class _Layers:
         return type(None), ()
 
 
-def insert(module: nn.Module, name: str, make: Make) -> Layer:
+def insert(module: nn.Module, name: str, make: Make) -> ForwardLayer:
     """Insert a layer into a module's forward, around the layers of its name and of those behind it in `ORDER`."""
     layers = _current(module)
     if layers is None:
         layers = vars(module)[_KEY] = _Layers(module)
-    layer = Layer(name, make)
+    layer = ForwardLayer(name, make)
     at = next((n for n, other in enumerate(layers.all) if _RANKS[other.name] >= _RANKS[name]), len(layers.all))
     layers.all.insert(at, layer)
     _compose(module, layers)
     return layer
 
 
-def remove(module: nn.Module, layer: Layer) -> None:
+def remove(module: nn.Module, layer: ForwardLayer) -> None:
     """Remove a layer that `insert` returned. Without layers, a module is as it was before the first.
 
     Raises:

@@ -116,8 +116,7 @@ class AutoRecomputation(Recomputation):
         self._numbers = {module: number for number, (module, _) in enumerate(blocks)}
         super().__init__(model, blocks, lambda count: [1] * count, context, self._operations_of, save_sums)
         forwards = ((self._names[module], layer_of(module, "segment")) for module, _ in blocks)
-        self._forwards: dict[str, BlockForward] = {name: forward for name, forward in forwards if forward is not None}
-        self._calls = {name: forward.call for name, forward in self._forwards.items()}
+        self._calls = {name: forward.call for name, forward in forwards if forward is not None}
         self._budget, self._rules = budget, rules
         self._treatments: dict[Any, Treatment] = {}
         self._pass: _Pass | None = None
@@ -181,7 +180,7 @@ class AutoRecomputation(Recomputation):
 
     def _seem_to_vary(self) -> bool:
         """Whether blocks were left out so far, or blocks of one class saved unlike bytes in one forward."""
-        whole = {name for name, forward in self._forwards.items() if not forward.left_alone}
+        whole = {name for name, call in self._calls.items() if not layer_of(call.module, "segment").left_alone}
         forwards = [decided.measures.blocks for decided in self.decided.values()]
         kinds = [{(type(self._calls[block.name].module), block.saved) for block in blocks} for blocks in forwards]
         alike = all(len(each) == len({kind for kind, _ in each}) for each in kinds)
@@ -263,7 +262,7 @@ class AutoRecomputation(Recomputation):
             self._waiting.varies = True
 
     def _has_room(self, found: _Pass, decided: Decided, number: int, module: nn.Module) -> bool:
-        forward = self._forwards.get(self._names[module])
+        forward = layer_of(module, "segment")
         if number not in decided.by_block or not (forward is None or forward.known):
             return False
         needed = decided.decision.needs.get(number, 0) - found.room
