@@ -274,10 +274,8 @@ def mesh_of(members: list[int], device: torch.device, timeout: float, heartbeat:
         reductions = dist.new_group(members, timeout=patience)
         control = dist.new_group(members, timeout=patience, backend="gloo")
     rank = members.index(own_rank) if own_rank in members else 0
-    groups = (gathers, reductions, control)
-    return Mesh(
-        rank, len(members), device, *groups, store, store, timeout, heartbeat, lease=lease(f"ranks {name}", groups)
-    )
+    kept = lease(f"ranks {name}", (gathers, reductions, control))
+    return Mesh(rank, len(members), device, gathers, reductions, control, store, store, timeout, heartbeat, lease=kept)
 
 
 def part_of(mesh: Mesh, parts: Sequence[Sequence[int]], name: str) -> Mesh:
@@ -309,8 +307,8 @@ def part_of(mesh: Mesh, parts: Sequence[Sequence[int]], name: str) -> Mesh:
     wait = partial(wait_for_all, mesh.store, mesh.rank, mesh.ranks, mesh.timeout, what)
     roll_call(mesh.store, mesh.rank, mesh.ranks, wait, f"{mesh.lease.name}/") if mesh.lease else wait()
     with naming(mesh.store, mesh.rank, what):
-        groups = (group(None), group(None), group("gloo"))
-    kept = lease(f"{mesh.lease.name if mesh.lease else everyone}/{name}", groups)
+        gathers, reductions, control = group(None), group(None), group("gloo")
+    kept = lease(f"{mesh.lease.name if mesh.lease else everyone}/{name}", (gathers, reductions, control))
     if len(members) == 1:
         return Mesh(
             device=mesh.device, timeout=mesh.timeout, failures=mesh.failures, heartbeat=mesh.heartbeat, lease=kept
@@ -318,7 +316,17 @@ def part_of(mesh: Mesh, parts: Sequence[Sequence[int]], name: str) -> Mesh:
     store = PrefixStore(f"{name}/" + "-".join(map(str, members)), mesh.store)
     rank = members.index(mesh.rank)
     return Mesh(
-        rank, len(members), mesh.device, *groups, store, mesh.failures, mesh.timeout, mesh.heartbeat, lease=kept
+        rank,
+        len(members),
+        mesh.device,
+        gathers,
+        reductions,
+        control,
+        store,
+        mesh.failures,
+        mesh.timeout,
+        mesh.heartbeat,
+        lease=kept,
     )
 
 

@@ -80,8 +80,8 @@ class MixtureSteps:
     def _warn(self) -> None:
         """Tell of mixtures whose routing collapses, on the rank that begins the stage."""
         for path, total in self._totals_of.items() if self._comm.mesh.rank == 0 else ():
-            counts = (int(total["tokens"]), int(total["dropped"]))
-            for text in self._watches[path].add(total["load"].cpu(), *counts):
+            tokens, dropped = int(total["tokens"]), int(total["dropped"])
+            for text in self._watches[path].add(total["load"].cpu(), tokens, dropped):
                 warnings.warn(text, RoutingWarning, stacklevel=4)
 
     def _totals(self) -> list[dict[str, Tensor]]:

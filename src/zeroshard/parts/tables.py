@@ -161,8 +161,17 @@ def traffic_table(
         count = counts.get(purpose, Count())
         formula = planned.get(purpose, count.planned)
         if formula is not None or count.calls:
-            measured = (count.elements, count.padding, count.nbytes, count.sent_nbytes, count.calls, count.seconds)
-            rows.append(TrafficRow(str(purpose), formula, *measured))
+            row = TrafficRow(
+                str(purpose),
+                formula,
+                measured_elements=count.elements,
+                padding_elements=count.padding,
+                measured_bytes=count.nbytes,
+                sent_bytes=count.sent_nbytes,
+                calls=count.calls,
+                seconds=count.seconds,
+            )
+            rows.append(row)
     return TrafficTable(rows)
 
 

@@ -36,8 +36,7 @@ class LossScaler:
         """The scaler of a policy, static or dynamic."""
         if isinstance(policy.value, (int, float)):
             return cls(float(policy.value), dynamic=False)
-        changes = (policy.growth, policy.backoff, policy.window, policy.hysteresis, policy.floor)
-        return cls(policy.initial, True, *changes)
+        return cls(policy.initial, True, policy.growth, policy.backoff, policy.window, policy.hysteresis, policy.floor)
 
     def __post_init__(self) -> None:
         self.left = self.left or self.hysteresis

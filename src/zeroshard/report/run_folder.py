@@ -443,13 +443,15 @@ def _timelines(path: Path, notes: list[str]) -> Timelines | None:
         return None
     try:
         drawn = tuple(_timeline(row) for row in record.records("timelines"))
-        seconds = record.number("measured_seconds"), record.number("simulated_seconds")
-        if not all(0 < s < math.inf for s in seconds) or not any(spans for line in drawn for spans in line.spans):
+        measured, simulated = record.number("measured_seconds"), record.number("simulated_seconds")
+        if not all(0 < s < math.inf for s in (measured, simulated)) or not any(
+            spans for line in drawn for spans in line.spans
+        ):
             raise ValueError("it holds no actions, or no times")
     except (ValueError, TypeError, PlanError) as error:
         notes.append(f"{path.name} is damaged ({error}). The report goes without it.")
         return None
-    return Timelines(*seconds, drawn)
+    return Timelines(measured, simulated, drawn)
 
 
 def _timeline(row: Record) -> Timeline:

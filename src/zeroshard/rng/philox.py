@@ -143,5 +143,5 @@ def _kernel() -> Callable[..., None] | None:
 def _call(kernel: Callable[..., None], out: Tensor, key: int, step: int, elements: Elements) -> None:
     halves = (ctypes.c_uint32 * 2)(key & MASK, key >> BITS)
     stride = elements.stride or elements.inner
-    layout = (elements.outer, elements.rows, elements.runs, elements.inner, elements.first, stride)
-    kernel(out.data_ptr(), *layout, elements.row & MASK, step & MASK, halves)
+    e = elements
+    kernel(out.data_ptr(), e.outer, e.rows, e.runs, e.inner, e.first, stride, e.row & MASK, step & MASK, halves)

@@ -145,11 +145,11 @@ def _corpus(name: str, files: int, train: list[tuple[str, bytes]], validation: l
     for side, part in (("train", train), ("validation", validation)):
         for file, data in part:
             digest.update(f"{side}\0{file}\0{len(data)}\0".encode() + data)
-    texts = _join(data for _, data in train), _join(data for _, data in validation)
-    if not all(texts):
-        sizes = f"{len(texts[0])} bytes for training and {len(texts[1])} for validation"
+    text, held_out = _join(data for _, data in train), _join(data for _, data in validation)
+    if not (text and held_out):
+        sizes = f"{len(text)} bytes for training and {len(held_out)} for validation"
         raise DataError(f"{name} leaves {sizes}, and each needs at least one; add more text")
-    return Corpus(name, files, *texts, digest.hexdigest())
+    return Corpus(name, files, text, held_out, digest.hexdigest())
 
 
 def _join(parts: Iterable[bytes]) -> bytes:

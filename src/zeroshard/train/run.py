@@ -133,8 +133,8 @@ class Run:
             self.folder.open(config, self.engine.split)
         self.progress = Progress(config.steps, shown=self.engine.reports)
         self.progress.header(self._header())
-        parts = (self.engine, self.text.corpus, self.folder.path)
-        self.keeping = Keeping(config, *parts, self.progress.note, again)
+        note = self.progress.note
+        self.keeping = Keeping(config, self.engine, self.text.corpus, self.folder.path, note, again)
         self._outlook = outlook or Outlook()
         self._forecast: Forecast | None = None
         self._exposed = Exposed(self.engine)

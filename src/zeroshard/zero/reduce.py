@@ -434,11 +434,11 @@ class AllReduce(Scatter):
         own, comm = self._parts(whole)[self._comm.mesh.rank], self._comm
         if not same_place(own, total):
             own.copy_(total)
-        given = (whole, own, Purpose.GATHER_GRADIENTS, self._flat.label, self._flat.index.padding)
+        purpose, label, padding = Purpose.GATHER_GRADIENTS, self._flat.label, self._flat.index.padding
         if comm.shared is None:
-            self._gather = comm.gather(*given)
+            self._gather = comm.gather(whole, own, purpose, label, padding)
         else:
-            self._gather = self._shown = comm.show(comm.shared, *given)
+            self._gather = self._shown = comm.show(comm.shared, whole, own, purpose, label, padding)
 
     def _parts(self, whole: torch.Tensor) -> list[torch.Tensor]:
         index = self._flat.index

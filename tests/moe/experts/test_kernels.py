@@ -14,8 +14,9 @@ from torch.nn import functional as F
 
 from zeroshard.errors import ModelError
 from zeroshard.moe.exchange.dispatch import combine, gather_gates, gather_rows, order_of
+from zeroshard.moe.experts import kernels
 from zeroshard.moe.experts.activations import Activation, Traced, activation_of
-from zeroshard.moe.experts.experts import Experts, kernels, plain_rows
+from zeroshard.moe.experts.experts import Experts, plain_rows
 from zeroshard.moe.experts.kernels import ExpertStack, check_counts, expert_rows, expert_tokens
 from zeroshard.moe.routing.record import Routing
 from zeroshard.step.context import WeightGradients, Within

@@ -149,9 +149,8 @@ class ExpertRanks:
         if self._levels is not None:
             return delivery.by_expert(self._levels.there(rows.contiguous(), delivery, label))
         received = rows.new_empty((sum(delivery.receives), *rows.shape[1:]))
-        sizes = delivery.receives, delivery.sends
         purpose = _purpose(self._comm, Purpose.EXCHANGE_TOKENS)
-        self._comm.all_to_all(received, rows.contiguous(), *sizes, purpose, label).wait()
+        self._comm.all_to_all(received, rows.contiguous(), delivery.receives, delivery.sends, purpose, label).wait()
         return delivery.by_expert(received.split(delivery.receives))
 
     def back(self, local: Tensor, delivery: Delivery, label: str) -> Tensor:
@@ -164,9 +163,8 @@ class ExpertRanks:
         if self._levels is not None:
             return self._levels.back(list(map(torch.cat, delivery.by_source(local))), delivery, label)
         out = torch.cat([piece for pieces in delivery.by_source(local) for piece in pieces])
-        sizes = delivery.sends, delivery.receives
         purpose = _purpose(self._comm, Purpose.EXCHANGE_TOKENS)
-        self._comm.all_to_all(rows, out, *sizes, purpose, label).wait()
+        self._comm.all_to_all(rows, out, delivery.sends, delivery.receives, purpose, label).wait()
         return rows
 
     def _read_there(self, rows: Tensor, delivery: Delivery, label: str) -> Tensor:

@@ -186,8 +186,10 @@ def _compute_by_kernels(
     module: Any, activation: Activation, rows: Tensor, counts: Sequence[int], gates: Tensor | None
 ) -> Tensor:
     up, parameters = _up(module), module._parameters
-    biases = parameters.get(f"{up}_bias"), parameters.get(f"{DOWN}_bias")
-    stack = ExpertStack(parameters[up], parameters[DOWN], activation, *biases, transposed=module.is_transposed)
+    up_bias, down_bias = parameters.get(f"{up}_bias"), parameters.get(f"{DOWN}_bias")
+    stack = ExpertStack(
+        parameters[up], parameters[DOWN], activation, up_bias, down_bias, transposed=module.is_transposed
+    )
     return expert_rows(rows, counts, gates, stack)
 
 

@@ -62,8 +62,9 @@ def _product(rows: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor,
         product: Tensor = _Whole.apply(made)  # type: ignore[no-untyped-call]
     else:
         anchor = rows.new_zeros((), requires_grad=True)
-        left = (values.detach(), (weight,), store, offsets, transposed)
-        product = _Product.apply(rows, anchor, *left)  # type: ignore[no-untyped-call]
+        product = _Product.apply(  # type: ignore[no-untyped-call]
+            rows, anchor, values.detach(), (weight,), store, offsets, transposed
+        )
     if bias is None:
         return product
     sizes = offsets.diff(prepend=offsets.new_zeros(1))

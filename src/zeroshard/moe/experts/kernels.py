@@ -95,9 +95,10 @@ def _apply(
     up, down, anchor = stack.up, stack.down, None
     if left is not None:
         up, down, anchor = up.detach(), down.detach(), x.new_zeros((), requires_grad=True)
-    weights = (up, stack.up_bias, down, stack.down_bias)
     with torch.autocast(device, enabled=False) if known else nullcontext():
-        done: Tensor = _Experts.apply(x.contiguous(), gates, *weights, anchor, job)  # type: ignore[no-untyped-call]
+        done: Tensor = _Experts.apply(  # type: ignore[no-untyped-call]
+            x.contiguous(), gates, up, stack.up_bias, down, stack.down_bias, anchor, job
+        )
     return done
 
 

@@ -65,8 +65,10 @@ class Saved:
             options = {}
             for key in (key for key in saved if key not in ("params", NAMES)):
                 named = f"'{key}' of {at}"  # a schedule's "initial_lr" and an optimizer's counts may not be there yet
-                found = (self._path, named, saved[key])
-                options[key] = _option(*found, live[key], key in free) if key in live else _decoded(*found)
+                if key in live:
+                    options[key] = _option(self._path, named, saved[key], live[key], key in free)
+                else:
+                    options[key] = _decoded(self._path, named, saved[key])
             try:
                 self._needs.append(try_states(optimizer, {**live, **options}))
             except OptimizerError as error:

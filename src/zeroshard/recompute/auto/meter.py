@@ -182,9 +182,11 @@ class BlockMeter(TorchDispatchMode):
             beside = sum(n for place, n in places.items() if place not in saved)
             if call.number is not None:
                 found.append(OperationCosts(call.number, sum(places.values()), beside, call.seconds, call.name))
-        sizes = (entering, kept, sum(saved.values()), sum(out.values()))
+        of_saved, leaving, calls = sum(saved.values()), sum(out.values()), len(self._calls)
         seconds, again = _seconds(self._calls), _seconds(self._calls[: last.calls if last else 0])
-        measures = BlockMeasures(self._name, seconds, *sizes, again, len(self._calls), sums, tuple(found))
+        measures = BlockMeasures(
+            self._name, seconds, entering, kept, of_saved, leaving, again, calls, sums, tuple(found)
+        )
         return replace(measures, tails=tuple(self._tails(out)))
 
     def _tails(self, out: Mapping[int, int]) -> Iterator[SavedTail]:

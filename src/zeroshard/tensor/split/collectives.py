@@ -228,8 +228,8 @@ class ScatteringSum:
             return own
         pending.wait()
         if isinstance(pending, SideBySide):
-            shape, place = tuple(self._x.shape), (self._dim, self._start, self._length)
-            own = _add([pending.of(rank, shape).narrow(*place) for rank in range(self._ranks.size)])
+            shape, ranks = tuple(self._x.shape), range(self._ranks.size)
+            own = _add([pending.of(rank, shape).narrow(self._dim, self._start, self._length) for rank in ranks])
         else:
             own = _add(pending.copies).view(self._full.shape[1:]).narrow(self._dim, 0, self._length)
             del self._full

@@ -86,8 +86,9 @@ class ShardedLogits(TensorLike):
                 )
             if learns:
                 vocabulary.ranks.forget_formulas()
-            gathering = (vocabulary.ranks, self._dimension, vocabulary.total, f"logits of {vocabulary.name}")
-            whole: Tensor = JoinRows.apply(self.local, *gathering)  # type: ignore[no-untyped-call]
+            whole: Tensor = JoinRows.apply(  # type: ignore[no-untyped-call]
+                self.local, vocabulary.ranks, self._dimension, vocabulary.total, f"logits of {vocabulary.name}"
+            )
             self._whole = (whole.log_softmax(self._dimension) if self._normalised else whole).contiguous()
         return self._whole
 
