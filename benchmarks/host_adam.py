@@ -54,8 +54,9 @@ def our_rows(n: int, threads: int, gradient: Any, out: Any, full: Any, in_fp32: 
     """zeroshard's; `full` are the states, which all rows with fp32 states share, `in_fp32` a gradient in fp32."""
     import torch
 
-    from zeroshard.optim.host import kernel
-    from zeroshard.optim.host.adam import Blockwise, HostStates, Scalars, StateSplit, adam_update, describe, using
+    from zeroshard.optim.host import adam
+    from zeroshard.optim.host.adam import adam_update, describe, using
+    from zeroshard.optim.host.states import Blockwise, HostStates, Scalars, StateSplit
 
     scalars = Scalars.of(GROUP, 5, decoupled=True)
     small = HostStates(torch.randn(n), full.exp_avg.bfloat16(), full.exp_avg_sq.bfloat16())
@@ -71,7 +72,7 @@ def our_rows(n: int, threads: int, gradient: Any, out: Any, full: Any, in_fp32: 
 
     def traffic() -> None:
         update = describe(gradient, 0.0, scalars, full, full, out)  # values stay as they are
-        kernel.library().zeroshard_traffic(ctypes.byref(update), threads)
+        adam.library().zeroshard_traffic(ctypes.byref(update), threads)
 
     return {
         "traffic": traffic,
@@ -135,7 +136,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Seconds of CPU and of wall clock per element, row by row."""
     import torch
 
-    from zeroshard.optim.host.adam import HostStates
+    from zeroshard.optim.host.states import HostStates
 
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)

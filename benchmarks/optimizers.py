@@ -35,10 +35,11 @@ from ranks import circumstances
 from torch import Tensor, nn
 
 from zeroshard import optim
-from zeroshard.optim.algorithms.newton_schulz import QUINTIC, symmetric_product
+from zeroshard.optim.algorithms.muon import QUINTIC, symmetric_product
 from zeroshard.optim.algorithms.tensor_optimizer import Fused
 from zeroshard.optim.host import adafactor as host_adafactor
-from zeroshard.optim.host.adam import HostStates, Scalars, adam_update
+from zeroshard.optim.host.adam import adam_update
+from zeroshard.optim.host.states import HostStates, Scalars
 from zeroshard.train.gpt import GPT, GPTConfig
 
 WIDTH = 256

@@ -19,13 +19,13 @@ import json, torch
 from zeroshard.saved.codes.kernels import SOURCE, Kernels
 from zeroshard.rng import philox
 from zeroshard.optim.host import adafactor as host_adafactor
-from zeroshard.optim.host import kernel
+from zeroshard.optim.host import adam as host_adam
 flags = torch.tensor([True, False, True])
 packed, back = torch.zeros(1, dtype=torch.uint8), torch.zeros(3, dtype=torch.bool)
 library = Kernels()
 library.call("pack_bits", flags, 3, packed)
 library.call("unpack_bits", packed, 3, back)
-sources = [SOURCE, philox.SOURCE, host_adafactor.SOURCE, kernel.SOURCE]
+sources = [SOURCE, philox.SOURCE, host_adafactor.SOURCE, host_adam.SOURCE]
 print(json.dumps({"sources": [str(path) for path in sources if path.is_file()], "back": back.tolist()}))
 """
 

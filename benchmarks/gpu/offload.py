@@ -48,7 +48,8 @@ def probe(device: str, nbytes: int, times: int = 5) -> Row:
     """GB/s of pinned copies and of the host's memory: medians of `times` passes over `nbytes`."""
     import torch
 
-    from zeroshard.optim.host.adam import HostStates, Scalars, adam_update
+    from zeroshard.optim.host.adam import adam_update
+    from zeroshard.optim.host.states import HostStates, Scalars
 
     cuda = device == "cuda"
     hosts = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=cuda).fill_(1) for _ in range(2)]

@@ -59,11 +59,8 @@ def step_ends_of(
         comm: of the ranks of the stage.
         more: what recomputes blocks.
     """
-    together = ranks_together(techniques, comm.mesh.ranks)
-    return [
-        MixtureSteps(model, comm, stage.is_elsewhere, together),
-        *(more.step_ends(comm, stage.world) if more else []),
-    ]
+    mixtures = MixtureSteps(model, comm, stage.is_elsewhere, ranks_together(techniques, comm.mesh.ranks))
+    return [*([mixtures] if mixtures.reads else []), *(more.step_ends(comm, stage.world) if more else [])]
 
 
 def decision_of(plan: Plan, step_ends: Sequence[StepEnd]) -> Decision:

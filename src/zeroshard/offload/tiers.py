@@ -28,8 +28,8 @@ from zeroshard.memory import Disk, Extent, HostMemory
 from zeroshard.memory.ledger import Category, Ledger
 from zeroshard.memory.transfers import Task, Transfers
 from zeroshard.offload.policy import Offload
-from zeroshard.optim.host.adam import HostStates, Scalars, adam_update, stands_for
-from zeroshard.optim.host.moments import BLOCK, Blockwise
+from zeroshard.optim.host.adam import adam_update
+from zeroshard.optim.host.states import BLOCK, Blockwise, HostStates, Scalars, stands_for
 from zeroshard.parts.planned import Planned, on_lower_tier
 from zeroshard.parts.weights import Weights
 from zeroshard.traffic import DISK, UPDATE, Purpose

@@ -13,9 +13,8 @@ from zeroshard.memory.ledger import Arena, Category
 from zeroshard.offload.tiers import MOMENTS, HostSlice, Pages, SlicePiece, expanded, gaps
 from zeroshard.offload.updates import HostSum, HostUpdate, HostUpdates, Speculation
 from zeroshard.optim.algorithms.tensor_optimizer import Fused
-from zeroshard.optim.host.adam import Scalars
-from zeroshard.optim.host.moments import Blockwise
-from zeroshard.optim.slices.joined import Steps
+from zeroshard.optim.host.states import Blockwise, Scalars
+from zeroshard.optim.slices.collective_spans import Steps
 from zeroshard.optim.slices.spans import SpanOptimizer
 from zeroshard.optim.slices.updater import MasterUpdater
 from zeroshard.parts.gradients import Gradients

@@ -12,13 +12,14 @@ from zeroshard.optim.algorithms.muon import Muon, muon_groups
 from zeroshard.optim.algorithms.shampoo import Shampoo
 from zeroshard.optim.algorithms.sm3 import SM3
 from zeroshard.optim.algorithms.soap import SOAP
-from zeroshard.optim.host.in_memory import fast_on_cpus
-from zeroshard.optim.slices.joined import Steps, spans_of
+from zeroshard.optim.host.adam import fast_on_cpus
+from zeroshard.optim.slices.collective_spans import Steps, spans_of
 from zeroshard.optim.slices.owners import Owners, deal_out
 from zeroshard.optim.slices.spans import SliceSpan, SpanOptimizer
 from zeroshard.optim.states.between_steps import BetweenSteps
 from zeroshard.optim.states.by_parameter import members_of
-from zeroshard.optim.trial.probe import StateLayout, check_elementwise, fresh_state, layout_of
+from zeroshard.optim.trial.probe import check_elementwise, layout_of
+from zeroshard.optim.trial.probe_optimizers import StateLayout, fresh_state
 
 __all__ = [
     "LAMB",

@@ -14,8 +14,8 @@ from zeroshard.errors import OptimizerError
 from zeroshard.kernels import build
 from zeroshard.optim import Adam8bit, AdamW8bit, check_elementwise
 from zeroshard.optim.host import tiled
-from zeroshard.optim.host.adam import HostStates, Scalars, adam_update, using
-from zeroshard.optim.host.moments import Blockwise, code_map
+from zeroshard.optim.host.adam import adam_update, using
+from zeroshard.optim.host.states import Blockwise, HostStates, Scalars, code_map
 
 BIG = (70, 64)  # 4,480 elements: 17 blocks of 256 and one of 128
 

@@ -10,8 +10,8 @@ from optim.equations import gradients_of, run, state_bytes, take_steps, weights_
 from torch import Tensor, nn
 
 from zeroshard.optim import Muon, muon_groups
-from zeroshard.optim.algorithms.newton_schulz import QUINTIC, _together, orthogonalize, symmetric_product
-from zeroshard.optim.host.devices import as_on_devices
+from zeroshard.optim.algorithms.muon import QUINTIC, _together, orthogonalize, symmetric_product
+from zeroshard.optim.host.states import as_on_devices
 
 SHAPES = [(6, 4), (4, 6), (5, 5), (1, 3), (3, 1)]
 

@@ -14,18 +14,9 @@ from torch import Tensor
 from zeroshard.errors import OptimizerError
 from zeroshard.kernels import build
 from zeroshard.optim.host import adam as host_adam
-from zeroshard.optim.host import kernel, tiled
-from zeroshard.optim.host.adam import (
-    Blockwise,
-    HostStates,
-    Scalars,
-    StateSplit,
-    adam_update,
-    backend,
-    stands_for,
-    using,
-)
-from zeroshard.optim.host.moments import map_on
+from zeroshard.optim.host import tiled
+from zeroshard.optim.host.adam import adam_update, backend, using
+from zeroshard.optim.host.states import Blockwise, HostStates, Scalars, StateSplit, map_on, stands_for
 
 GROUP = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
 EXACT = [pytest.param("c++", marks=pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")), "torch"]
@@ -435,10 +426,10 @@ def test_out_of_a_split_master_is_refused_and_nothing_is_an_update_of_nothing() 
 def unbuilt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """As in a process that has built nothing and starts with an empty cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for cached in (kernel.library, host_adam._first):
+    for cached in (host_adam.library, host_adam._first):
         cached.cache_clear()
     yield tmp_path
-    for cached in (kernel.library, host_adam._first):
+    for cached in (host_adam.library, host_adam._first):
         cached.cache_clear()
 
 
@@ -458,7 +449,7 @@ def test_where_our_source_does_not_build_torch_does_it(
 ) -> None:
     broken = tmp_path / "broken.cpp"
     broken.write_text("this is not C++;")
-    monkeypatch.setattr(kernel, "SOURCE", broken)
+    monkeypatch.setattr(host_adam, "SOURCE", broken)
     with pytest.warns(UserWarning, match=r"torch's operations.*could not build"):
         assert backend() == "torch"
 
@@ -476,11 +467,11 @@ def test_a_kernel_that_differs_from_torch_is_not_used(monkeypatch: pytest.Monkey
 
 @pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
 def test_it_is_built_once_into_the_cache(unbuilt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "FLAGS", tuple(flag.replace("-O3", "-O0") for flag in kernel.FLAGS))
+    monkeypatch.setattr(host_adam, "FLAGS", tuple(flag.replace("-O3", "-O0") for flag in host_adam.FLAGS))
     assert backend() == "c++"
     (built,) = (unbuilt / "zeroshard").glob("*.so")
     host_adam._first.cache_clear()
-    kernel.library.cache_clear()
+    host_adam.library.cache_clear()
     monkeypatch.setattr(build, "_build", lambda *_: pytest.fail("built again"))
     assert backend() == "c++"
     assert built.exists()
@@ -488,7 +479,7 @@ def test_it_is_built_once_into_the_cache(unbuilt: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.skipif(build.compiler() is None or platform.machine() != "x86_64", reason="no C++ compiler for x86")
 def test_the_bits_are_those_of_the_plainest_processor(unbuilt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "FLAGS", tuple(flag.replace("-O3", "-O1") for flag in kernel.FLAGS))
+    monkeypatch.setattr(host_adam, "FLAGS", tuple(flag.replace("-O3", "-O1") for flag in host_adam.FLAGS))
     monkeypatch.setattr(build, "NATIVE", ("-march=x86-64",))
     with using("c++"):
         follow(lambda p: torch.optim.AdamW(p, lr=1e-2), 1003, 20, torch.float16, torch.float16)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import zeroshard as zs
-from zeroshard.optim.host.adam import HostStates, Scalars, adam_update
-from zeroshard.optim.host.devices import as_on_devices
+from zeroshard.optim.host.adam import adam_update
+from zeroshard.optim.host.states import HostStates, Scalars, as_on_devices
 
 Kind = Callable[..., torch.optim.Optimizer]
 KINDS = [torch.optim.Adam, torch.optim.AdamW]

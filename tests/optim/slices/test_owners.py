@@ -10,7 +10,7 @@ from torch import nn
 import zeroshard as zs
 from zeroshard.optim import Owners
 from zeroshard.optim.slices.owners import LEAST, rows_of
-from zeroshard.optim.trial.probe import StateSizes
+from zeroshard.optim.trial.probe_optimizers import StateSizes
 from zeroshard.train.gpt import GPT, GPTConfig
 
 

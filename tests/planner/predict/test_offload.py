@@ -17,7 +17,7 @@ import zeroshard as zs
 from zeroshard.doctor.hardware import Device, Link, Machines
 from zeroshard.errors import PlanError
 from zeroshard.memory.transfers import Eager
-from zeroshard.optim.host.moments import code_map
+from zeroshard.optim.host.states import code_map
 from zeroshard.planner.predict.predict import predict
 from zeroshard.planner.predict.rehearse import Rehearsed, TrainingTask, rehearse
 from zeroshard.planner.predict.result import Found

@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import zeroshard as zs
 from zeroshard.doctor.hardware import Device, Link, Machines
-from zeroshard.optim.host.moments import code_map
+from zeroshard.optim.host.states import code_map
 from zeroshard.optim.slices import owners
 from zeroshard.planner.predict.predict import predict
 from zeroshard.planner.predict.rehearse import TrainingTask, rehearse

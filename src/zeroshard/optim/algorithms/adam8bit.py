@@ -27,10 +27,8 @@ from zeroshard.optim.algorithms.tensor_optimizer import (
     state_dtype,
 )
 from zeroshard.optim.host import tiled
-from zeroshard.optim.host.adam import adam_update
-from zeroshard.optim.host.host_states import HostStates, Moment, Scalars
-from zeroshard.optim.host.in_memory import is_hollow, on_kernel
-from zeroshard.optim.host.moments import BLOCK, Blockwise, code_values
+from zeroshard.optim.host.adam import adam_update, is_hollow, on_kernel
+from zeroshard.optim.host.states import BLOCK, Blockwise, HostStates, Moment, Scalars, code_values
 
 
 class AdamW8bit(TensorOptimizer):

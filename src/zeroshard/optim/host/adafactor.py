@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.kernels import build
-from zeroshard.optim.host.in_memory import is_hollow, on_kernel
-from zeroshard.optim.host.kernel import BF16, FLAGS, FP16, FP32, NONE
+from zeroshard.optim.host.adam import BF16, FLAGS, FP16, FP32, NONE, is_hollow, on_kernel
 
 SOURCE = build.SOURCES / "host_adafactor.cpp"
 KINDS = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}

@@ -3,9 +3,7 @@
 import torch
 from torch import Tensor
 
-from zeroshard.optim.host.devices import on_cpus
-from zeroshard.optim.host.host_states import HostStates, Moment, Scalars, StateSplit
-from zeroshard.optim.host.moments import Blockwise
+from zeroshard.optim.host.states import Blockwise, HostStates, Moment, Scalars, StateSplit, on_cpus
 
 TILE = 2**16  # elements, on CPUs
 LARGE = 2**18  # on devices, where each operation has a cost of its own

@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from zeroshard.optim.algorithms.tensor_optimizer import TensorOptimizer, leading_shape
-from zeroshard.optim.trial.probe import StateSizes
+from zeroshard.optim.trial.probe_optimizers import StateSizes
 from zeroshard.parts.axes import Axes
 from zeroshard.parts.place import Cuts, PlaceKind, Split
 

@@ -3,27 +3,139 @@
 A span is as long as it can be: consecutive elements of one parameter group that were always updated together. When a
 parameter inside a span gets no gradient in a step, the span and its states are cut there, which changes nothing for an
 elementwise optimizer; so a parameter without a gradient is skipped exactly as torch skips one whose `.grad` is None.
+
+A rank updates one flat after the other, in several calls of `step`. An optimizer that counts steps by group
+(`group["step"] += 1`) or by itself would count calls, so each call starts from the numbers that the step began with.
 """
 
 import copy
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.nn import Parameter
 from torch.utils._pytree import tree_leaves
 
 from zeroshard.errors import OptimizerError
 from zeroshard.memory.ledger import Category, Ledger
 from zeroshard.optim.algorithms.tensor_optimizer import Fused, TensorOptimizer
-from zeroshard.optim.host.in_memory import fast_on_cpus
-from zeroshard.optim.slices.held_tensors import HeldTensors
-from zeroshard.optim.slices.one_step import OneStep
+from zeroshard.optim.host.adam import fast_on_cpus
 from zeroshard.optim.slices.owners import Owners
 from zeroshard.optim.slices.step_hooks import watch_hooks
-from zeroshard.optim.trial.probe import StateLayout, StateSizes, fresh_state
+from zeroshard.optim.trial.probe_optimizers import StateLayout, StateSizes, fresh_state
 from zeroshard.parts.updater import OwnRows
 from zeroshard.units import Entry, Index, Unreadable
+
+Table = dict[Any, Any]
+
+
+class HeldTensors:
+    """Swaps the tensors of an optimizer's groups, and their states.
+
+    Attributes:
+        tensors: of each group, over which it steps.
+        states: of each of them.
+        stepping: whether the optimizer has them now, because it steps or another method of it runs over them.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer, self._shown = optimizer, False
+        self.tensors: list[list[Parameter]] = []
+        self.states: Table = optimizer.state
+        self.stepping = False
+        optimizer.register_step_pre_hook(self._refuse_user_step)
+
+    def fill(self, tensors: list[list[Parameter]]) -> None:
+        """Let these be the tensors of each group, which the optimizer holds always, unless it shows others."""
+        self.tensors = tensors
+        for group, members in zip(self._optimizer.param_groups, tensors, strict=True):
+            group.pop("param_names", None)
+            if not self._shown:
+                group["params"] = members
+
+    def show(self, parameters: Sequence[list[Parameter]], states: Table) -> None:
+        """Let the optimizer have these parameters, of each group, and states between its steps."""
+        self._shown = True
+        for group, members in zip(self._optimizer.param_groups, parameters, strict=True):
+            group["params"] = members
+        self._optimizer.state = states  # type: ignore[assignment]
+
+    @contextmanager
+    def inside(
+        self, members: Sequence[Sequence[Parameter]] | None = None, states: Table | None = None
+    ) -> Iterator[None]:
+        """Let the optimizer have other tensors of each group inside.
+
+        Args:
+            members: some of the tensors, or whole parameters; all tensors by default.
+            states: of each of the members; those of the tensors by default.
+        """
+        optimizer = self._optimizer
+        groups, shown = optimizer.param_groups, optimizer.state
+        before = [group["params"] for group in groups]
+        for group, tensors in zip(groups, self.tensors if members is None else members, strict=True):
+            group["params"] = tensors
+        optimizer.state, self.stepping = self.states if states is None else states, True  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            if states is None:  # the step may have made another table
+                self.states = optimizer.state
+            optimizer.state, optimizer.param_groups, self.stepping = shown, groups, False
+            for group, kept in zip(groups, before, strict=True):
+                group["params"] = kept
+
+    def _refuse_user_step(self, *_: Any) -> None:
+        if not self.stepping:
+            raise OptimizerError(
+                "The optimizer runs on slices whose gradients the engine holds, so its own step would do nothing. "
+                "Call engine.step()."
+            )
+
+
+Numbers = list[dict[str, Any]]
+
+
+class OneStep:
+    """The calls of an optimizer's `step` that make one step together."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._left: Numbers | None = None  # by the last call of the step under way
+
+    def call(self) -> None:
+        """Call `step` once."""
+        before, everything = self._numbers(), list(map(dict, self._tables()))
+        self._optimizer.step()
+        after = self._numbers()
+        if after != before:
+            self._left = after
+            for table, numbers, kept in zip(self._tables(), before, everything, strict=True):
+                for key in [key for key, value in table.items() if _is_number(value) and key not in numbers]:
+                    table[key] = kept.get(key)
+                    if key not in kept:
+                        del table[key]
+                table.update(numbers)
+
+    def end(self) -> None:
+        """The step is whole."""
+        left, self._left = self._left, None
+        for table, numbers in zip(self._tables(), left or (), strict=False):
+            table.update(numbers)
+
+    def _numbers(self) -> Numbers:
+        return [{key: value for key, value in table.items() if _is_number(value)} for table in self._tables()]
+
+    def _tables(self) -> Iterator[dict[str, Any]]:
+        yield vars(self._optimizer)
+        yield from self._optimizer.param_groups
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
+
 
 UNKNOWN = StateLayout(0, 0)  # for engines that print no formulas of optimizer states
 JOINED = 2**16  # elements, below which a call of the optimizer costs more than its arithmetic
@@ -218,7 +330,8 @@ class SpanOptimizer:
     def _step(self, spans: Sequence[SliceSpan]) -> None:
         groups = range(len(self.optimizer.param_groups))
         given = [span.tensor.data for span in spans] if self.layout.rebinds else []
-        watch_hooks(self.optimizer, self.layout.whole is not None)
+        if len(self.optimizer._optimizer_step_pre_hooks) + len(self.optimizer._optimizer_step_post_hooks) > 1:
+            watch_hooks(self.optimizer, self.layout.whole is not None)  # beside the one of `HeldTensors`
         # with all spans the optimizer would look through the others for gradients
         with self.held.inside([[span.tensor for span in spans if span.group == group] for group in groups]):
             self.one_step.call()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from zeroshard.memory.ledger import Arena, Category
-from zeroshard.optim.slices.joined import Steps
+from zeroshard.optim.slices.collective_spans import Steps
 from zeroshard.optim.slices.spans import SpanOptimizer
 from zeroshard.parts.gradients import Gradients
 from zeroshard.parts.planned import Planned, Wire, Work, on_device

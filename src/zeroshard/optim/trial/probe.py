@@ -5,7 +5,6 @@ no data of other elements reach an element by any operation, which `dependence` 
 """
 
 import inspect
-import math
 from collections import Counter
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -17,32 +16,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from zeroshard.errors import OptimizerError
-from zeroshard.optim.slices.one_step import OneStep
-from zeroshard.optim.states.whole_states import tensor_bytes
+from zeroshard.optim.slices.spans import OneStep
 from zeroshard.optim.trial.dependence import Dependence, dependence_of, shaped_alike
-from zeroshard.optim.trial.probe_optimizers import twin_of
+from zeroshard.optim.trial.probe_optimizers import StateLayout, state_nbytes, twin_of
 
 SHAPE = torch.Size((6, 4))
 LARGE = torch.Size((160, 136))  # above sizes from which some keep rows, columns or blocks (2110.02861: 4,096 elements)
 STEPS = 3
-SIDES = (7, 5, 3, 2)  # of a tensor whose states show how they grow
-
-
-@dataclass(frozen=True, slots=True)
-class StateLayout:
-    """Bytes of optimizer state: per fp32 element, and in scalars (a step count) per tensor.
-
-    Attributes:
-        bytes_per_element: of one that treats each element alone; else the mean over its parameters.
-        scalar_bytes: of one tensor.
-        whole: the reason why it needs whole tensors; None if it does not.
-        rebinds: whether a step leaves other tensors than it was given: as the values, or gradients among its states.
-    """
-
-    bytes_per_element: int | Fraction
-    scalar_bytes: int
-    whole: str | None = None
-    rebinds: bool = False
 
 
 def layout_of(optimizer: torch.optim.Optimizer) -> StateLayout:
@@ -144,72 +124,6 @@ def _depend(optimizer: torch.optim.Optimizer, reason: str) -> OptimizerError:
     )
 
 
-def state_nbytes(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], shape: torch.Size, dtype: torch.dtype = torch.float32
-) -> int:
-    """Bytes of the states with dimensions that an optimizer makes for a parameter of a shape, computed without values.
-
-    An optimizer that reads values runs on a small tensor instead, whose states tell how theirs grow with its sides.
-    """
-    with _disable_current_modes():
-        return _state_nbytes(optimizer, group, shape, dtype)
-
-
-def _state_nbytes(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], shape: torch.Size, dtype: torch.dtype
-) -> int:
-    try:
-        return tensor_bytes(_stepped(optimizer, group, torch.empty(shape, dtype=dtype, device="meta")))
-    except Exception:  # it reads values, which a tensor without any refuses in many ways
-        sides = dict(zip(SIDES, shape, strict=False))
-        small = torch.ones(tuple(sides), dtype=dtype)
-        try:
-            leaves = tree_leaves(dict(_stepped(optimizer, group, small)))
-        except Exception as error:
-            raise OptimizerError(
-                f"{type(optimizer).__name__} does not run on a parameter of shape {tuple(shape)} "
-                f"({type(error).__name__}: {error}). Give such parameters to an optimizer that takes them."
-            ) from error
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
-        return sum(leaf.itemsize * math.prod(sides.get(side, side) for side in leaf.shape) for leaf in tensors)
-
-
-class StateSizes:
-    """Bytes of the states of whole parameters, found once for each shape.
-
-    Attributes:
-        templates: the options of each parameter group, as they were at first.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self.templates = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-        self._known: dict[tuple[int, torch.Size, torch.dtype], int] = {}
-
-    def of(self, group: int, tensor: torch.Tensor) -> int:
-        """Those of a parameter in a group; of fewer than 32 bits, those of its fp32 master weights."""
-        return self.of_shape(group, tensor.shape, tensor.dtype)
-
-    def of_shape(self, group: int, shape: torch.Size, dtype: torch.dtype) -> int:
-        """Those of a parameter of this shape."""
-        dtype = torch.promote_types(dtype, torch.float32)
-        key = (group, shape, dtype)
-        if key not in self._known:
-            self._known[key] = state_nbytes(self._optimizer, self.templates[group], shape, dtype)
-        return self._known[key]
-
-
-def _stepped(optimizer: torch.optim.Optimizer, group: dict[str, Any], values: torch.Tensor) -> dict[str, Any]:
-    """The states of a parameter after a step."""
-    own = {key: value for key, value in group.items() if key != "params"}
-    parameter = torch.nn.Parameter(values)
-    probe = twin_of(optimizer, own, [parameter])
-    parameter.grad = torch.ones_like(values)
-    with torch.enable_grad():
-        probe.step()
-    return dict(probe.state.get(parameter, {}))
-
-
 def check_elementwise(optimizer: torch.optim.Optimizer) -> StateLayout:
     """Compare steps of the optimizer on a whole tensor and on pieces of it.
 
@@ -263,13 +177,6 @@ def _try_shape(optimizer: torch.optim.Optimizer, group: dict[str, Any], shape: t
 
 def _alike(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
     return all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(some, others, strict=True))
-
-
-def fresh_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], tensor: torch.Tensor) -> dict[str, Any]:
-    """The state that the optimizer's constructor makes for a new tensor (Adagrad does), empty for most."""
-    if not optimizer.state:
-        return {}
-    return dict(twin_of(optimizer, group, [tensor]).state.get(tensor, {}))
 
 
 def try_states(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> list[dict[str, Any]]:

@@ -1,21 +1,27 @@
-"""Other optimizers of the user's kind and settings, over other tensors, on which trial steps are taken.
+"""Copies of the user's optimizer over scratch tensors, on which trial steps are taken, and the states that they make.
 
-A constructor has its settings from the optimizer's defaults and from a group. Those that are not there (`self.rule`)
-are taken over from the optimizer; where the constructor cannot do without them, it is not called.
+The constructor gets its settings from the optimizer's defaults and from a group. Attributes beside them (`self.rule`)
+are copied from the optimizer; a constructor with arguments that are found in neither is not called.
 """
 
 import copy
 import inspect
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from fractions import Fraction
 from types import MethodType
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from zeroshard.errors import OptimizerError
+from zeroshard.optim.states.whole_states import tensor_bytes
 
+SIDES = (7, 5, 3, 2)  # of a tensor whose states show how they grow
 PLAIN = (bool, int, float, str, type(None), torch.dtype)
 TORCHS = vars(torch.optim.Optimizer([torch.zeros(())], {})).keys()  # attributes of every optimizer
 
@@ -110,3 +116,93 @@ def _with_value(option: Any) -> Any:
     """An option of a trial; a tensor without a value gets one."""
     lacking = isinstance(option, torch.Tensor) and not _has_value(option)
     return torch.full(option.shape, 0.01, dtype=option.dtype) if lacking else option
+
+
+@dataclass(frozen=True, slots=True)
+class StateLayout:
+    """Bytes of optimizer state: per fp32 element, and in scalars (a step count) per tensor.
+
+    Attributes:
+        bytes_per_element: of one that treats each element alone; else the mean over its parameters.
+        scalar_bytes: of one tensor.
+        whole: the reason why it needs whole tensors; None if it does not.
+        rebinds: whether a step leaves other tensors than it was given: as the values, or gradients among its states.
+    """
+
+    bytes_per_element: int | Fraction
+    scalar_bytes: int
+    whole: str | None = None
+    rebinds: bool = False
+
+
+def state_nbytes(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], shape: torch.Size, dtype: torch.dtype = torch.float32
+) -> int:
+    """Bytes of the states with dimensions that an optimizer makes for a parameter of a shape, computed without values.
+
+    An optimizer that reads values runs on a small tensor instead, whose states tell how theirs grow with its sides.
+    """
+    with _disable_current_modes():
+        return _state_nbytes(optimizer, group, shape, dtype)
+
+
+def _state_nbytes(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], shape: torch.Size, dtype: torch.dtype
+) -> int:
+    try:
+        return tensor_bytes(_stepped(optimizer, group, torch.empty(shape, dtype=dtype, device="meta")))
+    except Exception:  # it reads values, which a tensor without any refuses in many ways
+        sides = dict(zip(SIDES, shape, strict=False))
+        small = torch.ones(tuple(sides), dtype=dtype)
+        try:
+            leaves = tree_leaves(dict(_stepped(optimizer, group, small)))
+        except Exception as error:
+            raise OptimizerError(
+                f"{type(optimizer).__name__} does not run on a parameter of shape {tuple(shape)} "
+                f"({type(error).__name__}: {error}). Give such parameters to an optimizer that takes them."
+            ) from error
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
+        return sum(leaf.itemsize * math.prod(sides.get(side, side) for side in leaf.shape) for leaf in tensors)
+
+
+class StateSizes:
+    """Bytes of the states of whole parameters, found once for each shape.
+
+    Attributes:
+        templates: the options of each parameter group, as they were at first.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self.templates = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        self._known: dict[tuple[int, torch.Size, torch.dtype], int] = {}
+
+    def of(self, group: int, tensor: torch.Tensor) -> int:
+        """Those of a parameter in a group; of fewer than 32 bits, those of its fp32 master weights."""
+        return self.of_shape(group, tensor.shape, tensor.dtype)
+
+    def of_shape(self, group: int, shape: torch.Size, dtype: torch.dtype) -> int:
+        """Those of a parameter of this shape."""
+        dtype = torch.promote_types(dtype, torch.float32)
+        key = (group, shape, dtype)
+        if key not in self._known:
+            self._known[key] = state_nbytes(self._optimizer, self.templates[group], shape, dtype)
+        return self._known[key]
+
+
+def _stepped(optimizer: torch.optim.Optimizer, group: dict[str, Any], values: torch.Tensor) -> dict[str, Any]:
+    """The states of a parameter after a step."""
+    own = {key: value for key, value in group.items() if key != "params"}
+    parameter = torch.nn.Parameter(values)
+    probe = twin_of(optimizer, own, [parameter])
+    parameter.grad = torch.ones_like(values)
+    with torch.enable_grad():
+        probe.step()
+    return dict(probe.state.get(parameter, {}))
+
+
+def fresh_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], tensor: torch.Tensor) -> dict[str, Any]:
+    """The state that the optimizer's constructor makes for a new tensor (Adagrad does), empty for most."""
+    if not optimizer.state:
+        return {}
+    return dict(twin_of(optimizer, group, [tensor]).state.get(tensor, {}))

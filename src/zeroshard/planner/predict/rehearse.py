@@ -24,7 +24,7 @@ from zeroshard.engine import Engine
 from zeroshard.memory.ledger import Category, Event
 from zeroshard.memory.transfers import Task as Job
 from zeroshard.optim import StateLayout, layout_of
-from zeroshard.optim.host.devices import as_on_devices
+from zeroshard.optim.host.states import as_on_devices
 from zeroshard.plan import Plan
 from zeroshard.planner.choices import choices_of, schedule_of
 from zeroshard.planner.predict.memory_tracker import Tracker

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zeroshard.optim.host.moments import BLOCK, Blockwise, code_map
+from zeroshard.optim.host.states import BLOCK, Blockwise, code_map
 
 SIGNS = pytest.mark.parametrize("signed", [True, False])
 

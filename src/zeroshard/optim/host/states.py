@@ -1,8 +1,9 @@
-"""8-bit moments: blockwise quantisation with a dynamic-exponent map (Dettmers et al., arXiv 2110.02861, section 1.3).
+"""States of the host Adam in their layouts, and the numbers of one step.
 
-The map gives a magnitude in (0, 1] a decimal exponent of up to six and what is left of seven bits as a linear fraction:
-at exponent i - 6, the middles of 2^i equal parts of [0.1, 1] (2^(i+1) in the unsigned map, which needs no sign).
-Signed for the first moment, unsigned for the second. Codes count the values in ascending order.
+8-bit moments are quantised by blocks with a dynamic-exponent map (Dettmers et al., 2110.02861, section 1.3). It gives a
+magnitude in (0, 1] a decimal exponent of up to six and what is left of seven bits as a linear fraction: at exponent
+i - 6, the middles of 2^i equal parts of [0.1, 1] (2^(i+1) in the unsigned map, which needs no sign). The first moment
+is signed, the second unsigned. Codes count the values in ascending order.
 
 One code differs from the customary signed map: its lowest value is -1, as its highest is 1, where others have -0.993.
 So the largest magnitude of a block is always kept exactly, and encoding what was decoded changes nothing.
@@ -12,11 +13,34 @@ whose gradient is zero afterwards (of a row of an embedding, of an expert withou
 million times its first moment.
 """
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Adam, AdamW, Optimizer
+
+_other_devices = ContextVar("other_devices", default=False)  # rehearsals run side by side in threads
+
+
+@contextmanager
+def as_on_devices() -> Iterator[None]:
+    """Let tensors on CPUs be updated as on other devices in this thread inside, as in a rehearsal of these."""
+    token = _other_devices.set(True)
+    try:
+        yield
+    finally:
+        _other_devices.reset(token)
+
+
+def on_cpus(tensor: Tensor) -> bool:
+    """Whether a tensor is updated as CPUs do it."""
+    return tensor.device.type == "cpu" and not _other_devices.get()
+
 
 BLOCK = 256  # elements that share one scale, but where an optimizer says otherwise
 DECADES = 7
@@ -148,3 +172,143 @@ def _padded(values: Tensor, block: int) -> Tensor:
     """Values [n] as blocks [ceil(n / block), block], the last filled up with zeros."""
     missing = -values.numel() % block
     return (torch.nn.functional.pad(values, (0, missing)) if missing else values).view(-1, block)
+
+
+CANONICAL_NAN = 0x7FC00000
+
+
+OPTIONS = ("amsgrad", "maximize", "capturable", "differentiable", "fused")  # that the host Adam does not have
+
+
+@dataclass(frozen=True, slots=True)
+class Scalars:
+    """Numbers that one step of Adam needs besides tensors: Python floats, in fp64.
+
+    The bias corrections are in the last two (Kingma and Ba, 1412.6980, end of section 2), so that an element takes one
+    division: the parameter loses step_size · m / (√v + eps).
+
+    Attributes:
+        decay: 1 - lr · weight decay, by which decoupled weight decay multiplies the parameters; 1 without it.
+        l2: the weight decay that is added to the gradient; 0 where it is decoupled.
+        beta1: the decay of the first moment.
+        weight1: 1 - beta1.
+        beta2: the decay of the second moment.
+        weight2: 1 - beta2.
+        eps: the group's, times the square root of the second moment's bias correction.
+        step_size: lr times that root, over the first moment's bias correction.
+    """
+
+    decay: float
+    l2: float
+    beta1: float
+    weight1: float
+    beta2: float
+    weight2: float
+    eps: float
+    step_size: float
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any], step: int, decoupled: bool) -> "Scalars":
+        """Those of an optimizer's parameter group.
+
+        Args:
+            group: with "lr", "betas", "eps" and "weight_decay".
+            step: the number of this step; the first is 1.
+            decoupled: weight decay as in AdamW, not as in Adam.
+        """
+        lr, (beta1, beta2), decay = float(group["lr"]), group["betas"], float(group["weight_decay"])
+        root = (1 - beta2**step) ** 0.5
+        return cls(
+            decay=1 - lr * decay if decoupled else 1.0,
+            l2=0.0 if decoupled else decay,
+            beta1=beta1,
+            weight1=1 - beta1,
+            beta2=beta2,
+            weight2=1 - beta2,
+            eps=float(group["eps"]) * root,
+            step_size=lr * root / (1 - beta1**step),
+        )
+
+
+def stands_for(optimizer: Optimizer) -> str | None:
+    """None if the host Adam updates in the place of `optimizer`; else why not, in words."""
+    if type(optimizer) not in (Adam, AdamW):
+        return f"the optimizer is {type(optimizer).__name__}, neither torch.optim.Adam nor torch.optim.AdamW itself"
+    return next(filter(None, map(lacks, optimizer.param_groups)), None)
+
+
+def lacks(group: Mapping[str, Any]) -> str | None:
+    """The option of a parameter group that the host Adam does not have, or that asks for a loop of torch's."""
+    for option in OPTIONS:
+        if group[option]:
+            return f"the optimizer has {option}=True"
+    if group["foreach"] is not None:
+        return f"the optimizer has foreach={group['foreach']}, which asks for a loop of torch's"
+    if any(isinstance(beta, Tensor) for beta in group["betas"]):
+        return "the optimizer's betas are tensors"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class StateSplit:
+    """fp32 values [n] as bf16 and a remainder: (hi << 16) + lo are their bits, exactly.
+
+    `hi` is the working parameter: the value rounded to the nearest bf16. On an exact tie it is the one away from zero,
+    where torch takes the even one; a remainder of 16 bits leaves no choice.
+
+    Attributes:
+        hi: bf16 [n].
+        lo: int16 [n].
+    """
+
+    hi: Tensor
+    lo: Tensor
+
+    @classmethod
+    def of(cls, values: Tensor) -> "StateSplit":
+        """Split fp32 values [n]. A NaN becomes the one with the plainest bits, lest it round to a number."""
+        parts = cls(torch.empty_like(values, dtype=torch.bfloat16), torch.empty_like(values, dtype=torch.int16))
+        parts.write(values)
+        return parts
+
+    def write(self, values: Tensor) -> None:
+        """Split fp32 values [n] into these tensors."""
+        bits = torch.where(values.isnan(), CANONICAL_NAN, values.view(torch.int32))
+        self.hi.view(torch.int16).copy_((bits + 0x8000) >> 16)
+        self.lo.copy_(bits)
+
+    def values(self) -> Tensor:
+        """The fp32 values [n]."""
+        bits = self.hi.view(torch.int16).int() << 16
+        return bits.add_(self.lo).view(torch.float32)
+
+
+Moment = Tensor | Blockwise
+
+
+@dataclass(slots=True)
+class HostStates:
+    """Adam's states of n elements, on the CPU, contiguous.
+
+    Attributes:
+        master: the parameters in fp32 [n], or split.
+        exp_avg: the first moment: fp32 or bf16 [n], or 8-bit and signed.
+        exp_avg_sq: the second: fp32 or bf16 [n], or 8-bit and unsigned.
+    """
+
+    master: Tensor | StateSplit
+    exp_avg: Moment
+    exp_avg_sq: Moment
+
+    def part(self, start: int, stop: int) -> "HostStates":
+        """Elements [start, stop), as views; `start` must be a multiple of 256 where a moment has 8 bits."""
+        master = self.master
+        if isinstance(master, StateSplit):
+            cut: Tensor | StateSplit = StateSplit(master.hi[start:stop], master.lo[start:stop])
+        else:
+            cut = master[start:stop]
+        return HostStates(cut, _part(self.exp_avg, start, stop), _part(self.exp_avg_sq, start, stop))
+
+
+def _part(moment: Moment, start: int, stop: int) -> Moment:
+    return moment[start:stop] if isinstance(moment, Tensor) else moment.part(start, stop)
