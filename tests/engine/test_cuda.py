@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import zeroshard as zs
 from zeroshard.doctor.hardware import Machines
 from zeroshard.errors import BudgetExceeded
-from zeroshard.moe.experts.grouped import fits, grouped_rows
+from zeroshard.moe.experts.experts import fits, grouped_rows
 from zeroshard.optim.slices import owners
 from zeroshard.planner.predict.predict import predict
 from zeroshard.planner.predict.rehearse import TrainingTask

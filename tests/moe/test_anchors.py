@@ -11,10 +11,10 @@ from transformers.models.mixtral import modeling_mixtral as mixtral
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from moe.test_gshard import EXPERTS, TOKENS, WIDTH, algorithm_1, combined, skewed
-from zeroshard.moe.routing.capacity import Capacity
-from zeroshard.moe.routing.noise import Noise
+from zeroshard.moe.routing.gating import Noise
 from zeroshard.moe.routing.presets import router_of
 from zeroshard.moe.routing.router import Router
+from zeroshard.moe.routing.selection import Capacity
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

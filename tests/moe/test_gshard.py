@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from zeroshard.moe.routing.capacity import Capacity
 from zeroshard.moe.routing.presets import router_of
 from zeroshard.moe.routing.router import Router
+from zeroshard.moe.routing.selection import Capacity
 
 TOKENS, WIDTH, EXPERTS = 256, 16, 8
 

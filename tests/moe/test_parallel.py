@@ -4,6 +4,7 @@ import functools
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,14 +17,13 @@ from selection import by_default
 
 import zeroshard as zs
 from moe.mixed import EXPERTS, HIDDEN, WIDTH, batch, build, engine_of, follow, follow_all, optimizer, plain, take
-from zeroshard.moe.byte_formulas import balanced as balanced_formula
-from zeroshard.moe.byte_formulas import states_of
 from zeroshard.moe.exchange import technique
+from zeroshard.moe.exchange.exchange import Exchanged
 from zeroshard.moe.experts.weight_gradients import StackGradient
 from zeroshard.parts.axes import Axes
 from zeroshard.pipeline.run.chunks import Chunks
 from zeroshard.step.context import WeightGradients
-from zeroshard.zero.byte_formulas import BytesPerParameter
+from zeroshard.zero.byte_formulas import BytesPerParameter, StateBytes, state_bytes
 
 STEPS = 3
 Settings = Mapping[str, Any]
@@ -32,6 +32,32 @@ EP2, EP4 = {"expert_parallel": 2}, {"expert_parallel": 4}
 STACKED = {"kind": "learned"}
 STARVED = {"kind": "starved", "modules": True}
 ONE = {"kind": "one"}
+
+
+def balanced_exchange(tokens: int, choices: int, width: int, ranks: int) -> Exchanged:
+    """T tokens of each rank with k choices, which fall on all ranks alike: k·T·(n-1)/n rows out and as many back."""
+    rows = choices * tokens * (ranks - 1) // ranks
+    return Exchanged(rows, rows, width)
+
+
+def states_of(
+    dense: int,
+    experts: int,
+    expert_ranks: int,
+    ranks: int,
+    zero: int,
+    each: BytesPerParameter = BytesPerParameter(),
+) -> StateBytes:
+    """Model states of one rank: dense ones among all N, those of its experts among the N/e that have the same.
+
+    Args:
+        dense: parameters of everything else.
+        experts: parameters of all experts, which the ranks divide.
+        expert_ranks: e.
+        ranks: N, of the data.
+    """
+    own = Fraction(experts, expert_ranks)
+    return state_bytes(dense, ranks, zero, each) + state_bytes(own, ranks // expert_ranks, zero, each)
 
 
 @functools.cache
@@ -395,7 +421,7 @@ def test_bytes_of_the_exchange_are_those_of_the_formula(pool: Pool, transport: s
     """k·T·(4·d + 2)·(n-1)/n in each layer: rows there and back, in both passes, and gates; and n·E counts."""
     tokens, choices, layers, ranks = 3 * 5, 2, 2, 2
     rows = choices * tokens * (4 * WIDTH + 2) * (ranks - 1) // ranks * layers
-    formula = balanced_formula(tokens, choices, WIDTH, ranks)
+    formula = balanced_exchange(tokens, choices, WIDTH, ranks)
     assert layers * (formula.forward + formula.backward) == rows
     for found in pool.run(balanced, ranks, {**EP2, "zero": 2, "transport": transport}):
         assert found["exchange tokens"] == (rows, 4 * rows if transport == "network" else 0)

@@ -7,7 +7,7 @@ from torch import nn
 
 from zeroshard.comm.collectives import Comm
 from zeroshard.engine.forward import Forward
-from zeroshard.moe.step_end import MixtureSteps
+from zeroshard.moe.routing.statistics import MixtureSteps
 from zeroshard.parts.part import Parts
 from zeroshard.parts.place import Axis
 from zeroshard.parts.technique import StepEnd, Technique, ranks_together

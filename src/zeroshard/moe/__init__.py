@@ -12,14 +12,12 @@ if TYPE_CHECKING:
     from zeroshard.moe.experts.experts import ExpertModules, Experts
     from zeroshard.moe.layer import SWIGLU, FeedForward, MoE, SharedExpert
     from zeroshard.moe.routing.balance import Losses
-    from zeroshard.moe.routing.capacity import Capacity
-    from zeroshard.moe.routing.gating import Gating, SecondChoice
+    from zeroshard.moe.routing.gating import Gating, Noise, SecondChoice
     from zeroshard.moe.routing.hierarchical import HierarchicalRouter
-    from zeroshard.moe.routing.noise import Noise
     from zeroshard.moe.routing.presets import router_of
     from zeroshard.moe.routing.record import Routing
     from zeroshard.moe.routing.router import Router
-    from zeroshard.moe.routing.selection import ExpertChoice, GroupLimited
+    from zeroshard.moe.routing.selection import Capacity, ExpertChoice, GroupLimited
     from zeroshard.moe.routing.statistics import Statistics
 else:
     # loaded on first use, so that plans can name their policy without torch (PEP 562)
@@ -27,7 +25,7 @@ else:
         "ExpertModules": "experts.experts",
         "Experts": "experts.experts",
         "Losses": "routing.balance",
-        "Capacity": "routing.capacity",
+        "Capacity": "routing.selection",
         "Gating": "routing.gating",
         "SecondChoice": "routing.gating",
         "HierarchicalRouter": "routing.hierarchical",
@@ -35,7 +33,7 @@ else:
         "FeedForward": "layer",
         "MoE": "layer",
         "SharedExpert": "layer",
-        "Noise": "routing.noise",
+        "Noise": "routing.gating",
         "router_of": "routing.presets",
         "Replacement": "convert.replace",
         "Upcycling": "convert.replace",

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from zeroshard.errors import ModelError
 from zeroshard.moe.experts.activations import activation_of
 from zeroshard.moe.experts.experts import ExpertModules, Experts
-from zeroshard.moe.routing.capacity import Capacity
 from zeroshard.moe.routing.presets import router_of
+from zeroshard.moe.routing.selection import Capacity
 from zeroshard.step.losses import penalised
 
 Mix = Literal["sum", "sigmoid", "softmax"]

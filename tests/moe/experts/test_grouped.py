@@ -8,8 +8,7 @@ from torch import nn
 from zeroshard.errors import ModelError
 from zeroshard.moe.exchange.dispatch import gather_gates, gather_rows, order_of
 from zeroshard.moe.experts.activations import activation_of
-from zeroshard.moe.experts.experts import Experts, weighed
-from zeroshard.moe.experts.grouped import aligned, fits, grouped_rows
+from zeroshard.moe.experts.experts import Experts, aligned, fits, grouped_rows, weighed
 from zeroshard.moe.experts.kernels import ExpertStack, expert_rows
 from zeroshard.step.context import WeightGradients, Within
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from zeroshard.moe.routing.balance import Losses, balance_loss, z_loss
 from zeroshard.moe.routing.presets import PRESETS, router_of
+from zeroshard.moe.routing.record import TokenGroups
 from zeroshard.moe.routing.router import Router
-from zeroshard.moe.routing.token_groups import TokenGroups
 
 WIDTH, EXPERTS = 16, 16
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from zeroshard.errors import PlanError
-from zeroshard.moe.routing.capacity import PRIORITIES, Capacity, serving_order, with_place
 from zeroshard.moe.routing.presets import router_of
-from zeroshard.moe.routing.token_groups import TokenGroups
+from zeroshard.moe.routing.record import TokenGroups
+from zeroshard.moe.routing.selection import PRIORITIES, Capacity, serving_order, with_place
 
 CASES = ((100, 8, 1, 1.25), (100, 8, 2, 1.25), (7, 8, 1, 1.0), (10, 16, 1, 1.25))
 MEASURED = {  # what each system computed for the cases

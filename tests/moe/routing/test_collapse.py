@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from zeroshard.moe.routing.collapse import WINDOW, RoutingWatch
+from zeroshard.moe.routing.statistics import WINDOW, RoutingWatch
 
 
 def _texts(load: list[int], tokens: int, dropped: int = 0, steps: int = WINDOW) -> list[str]:

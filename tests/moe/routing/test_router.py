@@ -11,8 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from zeroshard.errors import BatchError, PlanError
 from zeroshard.moe.routing.balance import Losses
-from zeroshard.moe.routing.gating import SecondChoice
-from zeroshard.moe.routing.noise import Noise
+from zeroshard.moe.routing.gating import Noise, SecondChoice
 from zeroshard.moe.routing.presets import PRESETS, router_of
 from zeroshard.moe.routing.selection import ExpertChoice
 

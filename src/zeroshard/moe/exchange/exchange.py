@@ -12,13 +12,14 @@ come from. So the rows of an expert stand in the order in which one process woul
 of each expert there is one (Shazeer et al., 1701.06538, section 3.1).
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zeroshard.comm.collectives import Comm
 from zeroshard.moe.exchange.dispatch import without_values
@@ -90,6 +91,34 @@ class Delivery:
             yield list(pieces[source :: len(self.held)])
 
 
+@dataclass(frozen=True, slots=True)
+class Exchanged:
+    """Rows of one mixture and one microbatch that a rank exchanges, and by formula the elements that it sends.
+
+    R rows of D elements go out and back, in the forward and in the backward (GShard, 2006.16668, section 3.2; Switch,
+    2101.03961, section 5.5).
+
+    Attributes:
+        out: choices of its tokens that fall on experts of other ranks.
+        back: choices of other ranks' tokens that fall on its experts.
+        width: D.
+    """
+
+    out: int
+    back: int
+    width: int
+
+    @property
+    def forward(self) -> int:
+        """Elements that the rank sends: rows with their gates, and outputs to the ranks of the tokens."""
+        return self.out * (self.width + 1) + self.back * self.width
+
+    @property
+    def backward(self) -> int:
+        """Elements that it sends: gradients of outputs, and of rows and gates."""
+        return self.out * self.width + self.back * (self.width + 1)
+
+
 class ExpertRanks:
     """The ranks that share out the experts of mixtures.
 
@@ -140,35 +169,35 @@ class ExpertRanks:
         self._has_formula = False
         self._comm.counts[Purpose.EXCHANGE_TOKENS].planned = None
 
-    def there(self, rows: Tensor, delivery: Delivery, label: str) -> Tensor:
+    def dispatch(self, rows: Tensor, delivery: Delivery, label: str) -> Tensor:
         """[R, D] -> [M, D]: bring rows to the ranks of their experts; a collective call."""
         if rows.is_meta:
             return rows.new_empty((sum(delivery.local), *rows.shape[1:]))
         if self._comm.operands is not None:
-            return self._read_there(rows.contiguous(), delivery, label)
+            return self._dispatch_shared(rows.contiguous(), delivery, label)
         if self._levels is not None:
-            return delivery.by_expert(self._levels.there(rows.contiguous(), delivery, label))
+            return delivery.by_expert(self._levels.dispatch(rows.contiguous(), delivery, label))
         received = rows.new_empty((sum(delivery.receives), *rows.shape[1:]))
         purpose = _purpose(self._comm, Purpose.EXCHANGE_TOKENS)
         self._comm.all_to_all(received, rows.contiguous(), delivery.receives, delivery.sends, purpose, label).wait()
         return delivery.by_expert(received.split(delivery.receives))
 
-    def back(self, local: Tensor, delivery: Delivery, label: str) -> Tensor:
+    def combine(self, local: Tensor, delivery: Delivery, label: str) -> Tensor:
         """[M, D] -> [R, D]: bring rows back to the ranks that sent them; a collective call."""
         rows = local.new_empty((sum(delivery.sends), *local.shape[1:]))
         if local.is_meta:
             return rows
         if self._comm.operands is not None:
-            return self._read_back(local, delivery, rows, label)
+            return self._combine_shared(local, delivery, rows, label)
         if self._levels is not None:
-            return self._levels.back(list(map(torch.cat, delivery.by_source(local))), delivery, label)
+            return self._levels.combine(list(map(torch.cat, delivery.by_source(local))), delivery, label)
         out = torch.cat([piece for pieces in delivery.by_source(local) for piece in pieces])
         purpose = _purpose(self._comm, Purpose.EXCHANGE_TOKENS)
         self._comm.all_to_all(rows, out, delivery.sends, delivery.receives, purpose, label).wait()
         return rows
 
-    def _read_there(self, rows: Tensor, delivery: Delivery, label: str) -> Tensor:
-        """As `there`, where ranks read each other's rows in shared memory."""
+    def _dispatch_shared(self, rows: Tensor, delivery: Delivery, label: str) -> Tensor:
+        """As `dispatch`, where ranks read each other's rows in shared memory."""
         width, parts = rows.shape[1:], list(rows.split(delivery.sends))
         own = parts[self.rank]
         with _Shown(self._comm, [*parts[: self.rank], *parts[self.rank + 1 :]], own, label) as shown:
@@ -179,8 +208,8 @@ class ExpertRanks:
                 received.append(own if source == self.rank else shown.of(source, shape, before * width.numel()))
             return delivery.by_expert(received)
 
-    def _read_back(self, local: Tensor, delivery: Delivery, rows: Tensor, label: str) -> Tensor:
-        """As `back`, where ranks read each other's rows in shared memory, into `rows`."""
+    def _combine_shared(self, local: Tensor, delivery: Delivery, rows: Tensor, label: str) -> Tensor:
+        """As `combine`, where ranks read each other's rows in shared memory, into `rows`."""
         width, by_source = local.shape[1:], list(delivery.by_source(local))
         own = by_source.pop(self.rank)
         places = rows.split(delivery.sends)
@@ -232,7 +261,7 @@ class _Levels:
     def _purpose(self) -> Purpose:
         return _purpose(self._comm, Purpose.EXCHANGE_TOKENS)
 
-    def there(self, rows: Tensor, delivery: Delivery, label: str) -> list[Tensor]:
+    def dispatch(self, rows: Tensor, delivery: Delivery, label: str) -> list[Tensor]:
         """The rows of each source for this rank, from this rank's rows in the order of their destinations."""
         parts = rows.split(delivery.sends)
         columns = list(zip(*self._machines, strict=True))  # the ranks at each place of a machine
@@ -245,7 +274,7 @@ class _Levels:
         found = {source: far[m][i] for m, members in enumerate(self._machines) for i, source in enumerate(members)}
         return [found[source] for source in delivery.ranks]
 
-    def back(self, parts: Sequence[Tensor], delivery: Delivery, label: str) -> Tensor:
+    def combine(self, parts: Sequence[Tensor], delivery: Delivery, label: str) -> Tensor:
         """This rank's rows in the order of their destinations, from those of each source."""
         out = [[parts[source] for source in members] for members in self._machines]
         sizes = [[delivery.rows(source, rank) for source in self._machine] for rank in self._places]
@@ -277,21 +306,21 @@ def _purpose(comm: Comm, purpose: Purpose) -> Purpose:
     return TO_EVALUATE[purpose] if comm.evaluates else purpose
 
 
-def sent(rows: Tensor, ranks: ExpertRanks, delivery: Delivery, label: str) -> Tensor:
-    """[R, D] -> [M, D] with autograd: `ExpertRanks.there`; gradients go back."""
-    return _linear(rows, ranks.there, ranks.back, delivery, label)
+def dispatch_with_grad(rows: Tensor, ranks: ExpertRanks, delivery: Delivery, label: str) -> Tensor:
+    """[R, D] -> [M, D] with autograd: `ExpertRanks.dispatch`, and `combine` for gradients."""
+    return _with_grad(rows, ranks.dispatch, ranks.combine, delivery, label)
 
 
-def returned(local: Tensor, ranks: ExpertRanks, delivery: Delivery, label: str) -> Tensor:
-    """[M, D] -> [R, D] with autograd: `ExpertRanks.back`; gradients go there."""
-    return _linear(local, ranks.back, ranks.there, delivery, label)
+def combine_with_grad(local: Tensor, ranks: ExpertRanks, delivery: Delivery, label: str) -> Tensor:
+    """[M, D] -> [R, D] with autograd: `ExpertRanks.combine`, and `dispatch` for gradients."""
+    return _with_grad(local, ranks.combine, ranks.dispatch, delivery, label)
 
 
 Moves = Callable[[Tensor, Delivery, str], Tensor]
 
 
-def _linear(x: Tensor, forth: Moves, reverse: Moves, delivery: Delivery, label: str) -> Tensor:
-    moved: Tensor = _Moved.apply(x, forth, reverse, delivery, label)  # type: ignore[no-untyped-call]
+def _with_grad(x: Tensor, move: Moves, reverse: Moves, delivery: Delivery, label: str) -> Tensor:
+    moved: Tensor = _Moved.apply(x, move, reverse, delivery, label)  # type: ignore[no-untyped-call]
     return moved
 
 
@@ -299,10 +328,40 @@ class _Moved(torch.autograd.Function):
     """A permutation of rows over ranks, whose backward is the reverse permutation."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, forth: Moves, reverse: Moves, delivery: Delivery, label: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, move: Moves, reverse: Moves, delivery: Delivery, label: str) -> Tensor:
         ctx.reverse, ctx.delivery, ctx.label = reverse, delivery, label
-        return forth(x, delivery, label)
+        return move(x, delivery, label)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
         return ctx.reverse(gradients[0], ctx.delivery, f"gradient of {ctx.label}"), None, None, None, None
+
+
+BUFFERS = "buffers_of_experts"  # an attribute of a module of experts on several ranks: its `ExpertBuffers`
+
+
+class ExpertBuffers:
+    """The buffers of one mixture: each rank of a group writes those of its own experts, and has those of all.
+
+    Args:
+        modules: one for each expert; none where their parameters are stacked.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], axis: Axis, path: str) -> None:
+        self._comm, self._label = axis.comm, f"buffers of {path}"
+        first, stop = shared_out(len(modules), axis.size)[axis.rank]
+        self._modules = [(module, first <= number < stop) for number, module in enumerate(modules)]
+
+    @torch.no_grad()
+    def share(self) -> None:
+        """Take those of the other ranks' experts from these; a collective call, where there are any."""
+        by_dtype: dict[torch.dtype, list[tuple[Tensor, bool]]] = defaultdict(list)
+        for module, held in self._modules:
+            for buffer in module.buffers():
+                by_dtype[buffer.dtype].append((buffer, held))
+        for dtype, buffers in by_dtype.items():
+            own = [(buffer if held else torch.zeros_like(buffer)).reshape(-1) for buffer, held in buffers]
+            flat = torch.cat(own).to(torch.uint8 if dtype == torch.bool else dtype)
+            self._comm.all_reduce(flat, Purpose.CONTROL, self._label).wait()  # one rank's values, and zeros
+            for (buffer, _), values in zip(buffers, flat.split([part.numel() for part in own]), strict=True):
+                buffer.copy_(values.view_as(buffer))

@@ -5,28 +5,41 @@ of an expert are there once in a group, from the tokens of all its ranks; so the
 divided by all data ranks, as those of dense layers.
 
 [Note: layouts] Data, model, and expert parallelism in any combination (Switch, section 5): data ranks are those of the
-plan, tensor ranks split dense layers (`tensor.technique`), and `own_tokens` deals the tokens that tensor ranks share.
+plan, tensor ranks split dense layers (`tensor.technique`), and `OwnTokens` deals out the tokens that these share.
+
+[Note: own tokens] Ranks that split the layers around a mixture have the same tokens, and each sends a part of them.
+Routers work on all tokens, alike on all these ranks; experts' inputs are cut after it, and joined before other layers
+see them. So every rank of a stage may hold experts of its own, also those that split layers (Switch, section 5.5), and
+of an expert no gradient is made twice.
 """
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 
 import torch
 from torch import Tensor, nn
 
 from zeroshard.errors import ModelError, PlanError
-from zeroshard.moe.byte_formulas import Exchanged
-from zeroshard.moe.exchange.buffers import BUFFERS, ExpertBuffers
 from zeroshard.moe.exchange.dispatch import combine, gather_gates, gather_rows, order_of
-from zeroshard.moe.exchange.exchange import Delivery, ExpertRanks, returned, sent, shared_out
-from zeroshard.moe.exchange.own_tokens import OwnTokens
+from zeroshard.moe.exchange.exchange import (
+    BUFFERS,
+    Delivery,
+    Exchanged,
+    ExpertBuffers,
+    ExpertRanks,
+    combine_with_grad,
+    dispatch_with_grad,
+    shared_out,
+)
 from zeroshard.moe.experts.families import FoundExperts, find_experts, unknown_mixtures
 from zeroshard.moe.policy import ExpertParallel
 from zeroshard.moe.routing.record import Routing
 from zeroshard.parts.place import Axis, Piece, Split
 from zeroshard.parts.technique import CUT, NewAxis, neighbours
 from zeroshard.platform.shared_memory import machine
+from zeroshard.tensor.split.collectives import CutRows, JoinRows, TensorRanks
 from zeroshard.tensor.split.technique import AXIS as TENSOR
 from zeroshard.tensor.split.technique import share_operands
 from zeroshard.units.hooks import in_place_of, listen
@@ -123,6 +136,37 @@ class ExpertTechnique:
         return found
 
 
+class CutTokens(CutRows):
+    """As `CutRows`, around parameters that are no parts or copies of those of split layers."""
+
+
+class JoinTokens(JoinRows):
+    """As `JoinRows`, likewise."""
+
+
+class OwnTokens:
+    """The tokens of this rank among those that have the same."""
+
+    def __init__(self, axis: Axis) -> None:
+        self._ranks = TensorRanks(axis)
+
+    def cut(self, x: Tensor, routing: Routing, label: str) -> tuple[Tensor, Routing]:
+        """Of tokens [T, D] and their routing this rank's; gradients are joined."""
+        start, stop = self._ranks.rows(len(x))
+        kept = None if routing.kept is None else routing.kept[start:stop]
+        gates = self._cut(routing.gates, f"gates of {label}")
+        return self._cut(x, label), replace(routing, experts=routing.experts[start:stop], gates=gates, kept=kept)
+
+    def join(self, output: Tensor, tokens: int, label: str) -> Tensor:
+        """The outputs [T, D] of so many tokens, from this rank's; gradients are cut."""
+        joined: Tensor = JoinTokens.apply(output, self._ranks, 0, tokens, label)  # type: ignore[no-untyped-call]
+        return joined
+
+    def _cut(self, x: Tensor, label: str) -> Tensor:
+        own: Tensor = CutTokens.apply(x, self._ranks, 0, label)  # type: ignore[no-untyped-call]
+        return own
+
+
 class ExchangedForward:
     """The forward of experts that lie on several ranks; a collective call of these.
 
@@ -148,14 +192,16 @@ class ExchangedForward:
             ranks.forget_formula()
         order = order_of(routing, found.experts)
         delivery = ranks.delivery(order.counts, x, f"rows of {label}")
-        gates = sent(gather_gates(routing.gates, order).unsqueeze(-1), ranks, delivery, f"gates of {label}")
-        rows = sent(gather_rows(x, order), ranks, delivery, f"rows of {label}")
+        gates = dispatch_with_grad(
+            gather_gates(routing.gates, order).unsqueeze(-1), ranks, delivery, f"gates of {label}"
+        )
+        rows = dispatch_with_grad(gather_rows(x, order), ranks, delivery, f"rows of {label}")
         first, stop = delivery.held[ranks.rank]
         counts = delivery.local
         if found.modules:  # those of other ranks' experts are there, and empty
             counts = [*(0,) * first, *counts, *(0,) * (found.experts - stop)]
         made = found.compute(rows, counts, gates.squeeze(-1))
-        outputs = returned(made, ranks, delivery, f"outputs of {label}")
+        outputs = combine_with_grad(made, ranks, delivery, f"outputs of {label}")
         self._plan(delivery, outputs)
         return combine(outputs, order)
 

@@ -9,12 +9,10 @@ from torch.nn import functional as F
 
 from zeroshard.errors import PlanError
 from zeroshard.moe.routing.balance import Losses, chances, importance, mean_entropy, squared_variation
-from zeroshard.moe.routing.gating import Gating
-from zeroshard.moe.routing.noise import Noise
-from zeroshard.moe.routing.record import Routing
+from zeroshard.moe.routing.gating import Gating, Noise
+from zeroshard.moe.routing.record import Routing, TokenGroups
 from zeroshard.moe.routing.router import Router
 from zeroshard.moe.routing.selection import largest
-from zeroshard.moe.routing.token_groups import TokenGroups
 from zeroshard.parts.settings import check_whole
 
 PAPER = Losses(importance=0.1, load=0.1)

@@ -7,12 +7,10 @@ from typing import Any
 
 from zeroshard.errors import PlanError
 from zeroshard.moe.routing.balance import Losses
-from zeroshard.moe.routing.capacity import Capacity
-from zeroshard.moe.routing.gating import Gating, SecondChoice
+from zeroshard.moe.routing.gating import Gating, Noise, SecondChoice
 from zeroshard.moe.routing.hierarchical import HierarchicalRouter
-from zeroshard.moe.routing.noise import Noise
 from zeroshard.moe.routing.router import Router
-from zeroshard.moe.routing.selection import ExpertChoice, GroupLimited
+from zeroshard.moe.routing.selection import Capacity, ExpertChoice, GroupLimited
 
 _SHAZEER = Losses(importance=0.1, load=0.1)
 _TOP2 = Losses(balance=1e-2, counted="first")

@@ -19,11 +19,9 @@ from zeroshard.moe.routing.balance import (
     squared_variation,
     z_loss,
 )
-from zeroshard.moe.routing.capacity import serving_order, with_place
 from zeroshard.moe.routing.gating import Gating
-from zeroshard.moe.routing.record import Routing
-from zeroshard.moe.routing.selection import ExpertChoice, GroupLimited, largest
-from zeroshard.moe.routing.token_groups import TokenGroups
+from zeroshard.moe.routing.record import Routing, TokenGroups
+from zeroshard.moe.routing.selection import ExpertChoice, GroupLimited, largest, serving_order, with_place
 from zeroshard.parts.settings import check_whole
 from zeroshard.precision.cast import FP32, RETURNS_FP32
 

@@ -1,20 +1,29 @@
-"""Statistics of the routings of one layer, and the check that recomputed forwards route as their forwards did.
+"""Statistics of routings: sums over the forwards of a layer and over all data ranks, and warnings of collapse.
 
-They count forwards in training. Forwards inside a backward are recomputations (torch.utils.checkpoint, both kinds) and
-not counted; a pipeline that recomputes puts buffers back by itself. Before anything is sent, a recomputation compares
-its choices with those of the forwards: rows that differ would be an error of shapes at best, and a hang where ranks
+Forwards in training are counted. Those inside a backward are recomputations (torch.utils.checkpoint, both kinds), which
+are not; a pipeline that recomputes puts buffers back by itself. Before anything is sent, a recomputation compares its
+choices with those of the forwards: rows that differ would be an error of shapes at best, and a hang where ranks
 exchange them.
+
+Biases of routers without a balance loss move by the load of a whole step, of all microbatches and data ranks
+(2408.15664, algorithm 1): all ranks have the same counts, so biases stay the same on all.
 """
 
+import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zeroshard.errors import ModelError
+from zeroshard.comm.collectives import Comm
+from zeroshard.comm.mesh import part_of
+from zeroshard.errors import ModelError, RoutingWarning
+from zeroshard.moe.exchange.exchange import BUFFERS
 from zeroshard.moe.routing.record import Routing
+from zeroshard.traffic import Purpose
 
 LOSSES = ("balance", "z", "importance", "load", "other")  # names of penalties that are summed apart
 REMEMBERED = 1024  # forwards, more than are under way at once, whose choices a recomputation is compared with
@@ -130,3 +139,173 @@ def _fingerprint(routing: Routing) -> Tensor:
     places = torch.arange(1, len(flat) + 1, device=flat.device)
     mixed = (flat + 3) * (places * -7046029254386353131)  # the odd integer next to 2^64 / golden ratio
     return torch.stack([mixed.sum(), (mixed ^ (mixed >> 29)).sum()])
+
+
+WINDOW = 50  # steps that a judgement is over
+MOST = 0.5  # of the tokens, for one expert among at least three times its even share
+DROPPED = 0.25  # of the choices
+WAYS_OUT = "a larger weight of the balance loss, a lower learning rate, or a router with a bias (deepseek_v3)"
+
+
+class RoutingWatch:
+    """Watches the loads of one layer.
+
+    Args:
+        layer: the path of its experts.
+    """
+
+    def __init__(self, layer: str) -> None:
+        self._layer = layer
+        self._loads: deque[Tensor] = deque(maxlen=WINDOW)
+        self._sums: deque[tuple[int, int, int]] = deque(maxlen=WINDOW)
+        self._told: set[str] = set()
+
+    def add(self, load: Tensor, tokens: int, dropped: int) -> Iterator[str]:
+        """Take in a step; the warnings that it gives rise to.
+
+        Args:
+            load: [E], choices of each expert before capacity.
+            tokens: routed in the step.
+            dropped: choices without a place in their expert's capacity.
+        """
+        self._loads.append(load)
+        self._sums.append((int(load.sum()), tokens, dropped))
+        if len(self._loads) < WINDOW:
+            return
+        total = torch.stack(list(self._loads)).sum(0)
+        choices, tokens, dropped = map(sum, zip(*self._sums, strict=True))
+        for kind, text in self._judged(total, choices, tokens, dropped):
+            if kind not in self._told:
+                self._told.add(kind)
+                yield f"Over the last {WINDOW} steps {text} in {self._layer!r}. What helps: {WAYS_OUT}."
+
+    def _judged(self, load: Tensor, choices: int, tokens: int, dropped: int) -> Iterator[tuple[str, str]]:
+        experts, even = len(load), choices / len(load)
+        dead = (load == 0).nonzero().flatten().tolist()
+        if dead and tokens >= experts:
+            names = ", ".join(map(str, dead[:8])) + (f" and {len(dead) - 8} more" if len(dead) > 8 else "")
+            yield "dead", f"{len(dead)} of {experts} experts got no token (expert {names})"
+        most = int(load.argmax())
+        if load[most] >= MOST * tokens and load[most] >= 3 * even:
+            yield "most", f"expert {most} got {load[most] / tokens:.0%} of the tokens, and {even / tokens:.1%} is even"
+        if dropped > DROPPED * choices:
+            yield "dropped", f"{dropped / choices:.0%} of the choices had no place in their expert's capacity"
+
+
+class MixtureSteps:
+    """The mixtures of the layers on this rank, at the end of each step.
+
+    Args:
+        comm: of the ranks that have these layers.
+        elsewhere: whether a module runs on other ranks alone.
+        together: how many ranks have the same tokens.
+    """
+
+    def __init__(self, model: nn.Module, comm: Comm, elsewhere: Callable[[nn.Module], bool], together: int = 1) -> None:
+        self._comm, self._together = comm, together
+        found = list(_layers(model))
+        self.reads = bool(found)
+        mine = [layer for layer in found if not elsewhere(layer[0])]
+        self._layers = [(statistics, routers) for _, statistics, routers in mine]
+        paths = {module: path for path, module in model.named_modules()}
+        self._watches = {paths[module]: RoutingWatch(paths[module]) for module, _, _ in mine}
+        self._totals_of: dict[str, dict[str, Tensor]] = {}
+        self._buffers = [buffers for module, _, _ in mine if (buffers := getattr(module, BUFFERS, None)) is not None]
+        every = dict.fromkeys(router for _, routers in self._layers for router in routers)
+        routers = [router for router in every if getattr(router, "sums_counts", False)]
+        if comm.mesh.ranks > 1 and routers:
+            everyone = [list(range(comm.mesh.ranks))]  # their sums come between gathers of weights
+            own = Comm(part_of(comm.mesh, everyone, "loads of experts"))
+            own.counts = comm.counts
+            for router in routers:
+                router.summed = _Sum(own, together)
+
+    def before_update(self) -> None:
+        """Statistics are for the end of the step."""
+
+    def end_step(self, skipped: bool) -> None:
+        """Add up the statistics of all ranks, and move biases unless the step was skipped; a collective call.
+
+        Each `Statistics` has the sums as `last` then, and begins anew.
+        """
+        if not self._layers:
+            return
+        totals = self._totals()
+        loads: dict[Any, Tensor] = {}  # by router: one that several mixtures share moves once, by the load of all
+        for (statistics, routers), total in zip(self._layers, totals, strict=True):
+            statistics.last = total
+            statistics.clear()
+            for router in routers:
+                loads[router] = total["load"] + loads.get(router, 0)
+        for router, load in () if skipped else loads.items():
+            router.update_bias(load)
+        for buffers in self._buffers:
+            buffers.share()
+        self._totals_of = dict(zip(self._watches, totals, strict=True))
+        self._warn()
+
+    @property
+    def readings(self) -> dict[str, dict[str, Any]]:
+        """Loads, dropped choices and entropy of each mixture in the last step, by the path of its experts."""
+        return {path: _reading(total) for path, total in self._totals_of.items() if int(total["forwards"])}
+
+    def _warn(self) -> None:
+        """Tell of mixtures whose routing collapses, on the rank that begins the stage."""
+        for path, total in self._totals_of.items() if self._comm.mesh.rank == 0 else ():
+            tokens, dropped = int(total["tokens"]), int(total["dropped"])
+            for text in self._watches[path].add(total["load"].cpu(), tokens, dropped):
+                warnings.warn(text, RoutingWarning, stacklevel=4)
+
+    def _totals(self) -> list[dict[str, Tensor]]:
+        """The sums over the ranks, layer by layer and by name."""
+        found = [dict(statistics.named_buffers()) for statistics, _ in self._layers]
+        flat = torch.cat([buffer.reshape(-1).double() for buffers in found for buffer in buffers.values()])
+        if self._comm.mesh.ranks > 1:
+            self._comm.all_reduce(flat, Purpose.CONTROL, "loads of experts").wait()
+        flat /= self._together
+        values = iter(flat.split([buffer.numel() for buffers in found for buffer in buffers.values()]))
+        return [
+            {name: next(values).view(buffer.shape).to(buffer.dtype) for name, buffer in buffers.items()}
+            for buffers in found
+        ]
+
+
+def _reading(total: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Plain values of the sums of one layer."""
+    load, choices, tokens = total["load"].tolist(), int(total["choices"]), int(total["tokens"])
+    forwards = int(total["forwards"])
+    losses = zip(LOSSES, (total["losses"] / forwards).tolist(), strict=True)
+    return {
+        "load": load,
+        "dropped": int(total["dropped"]) / max(1, choices),
+        "entropy": float(total["entropy"]) / max(1, tokens),
+        "most_by_mean": max(load) * len(load) / max(1, choices),
+        "dead": load.count(0),
+        "losses": {name: loss for name, loss in losses if loss},
+    }
+
+
+class _Sum:
+    """The counts of one forward over all ranks, for losses over the global batch."""
+
+    def __init__(self, comm: Comm, together: int) -> None:
+        self._comm, self._together = comm, together
+
+    def __call__(self, counts: Tensor) -> Tensor:
+        total = counts.clone()
+        if counts.is_meta:
+            return total
+        self._comm.all_reduce(total, Purpose.COUNT_TOKENS, "loads of a forward").wait()
+        return total // self._together
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[nn.Module, Any, list[Any]]]:
+    """Each module of experts with statistics, once, these, and the routers of the layers that have it."""
+    found: dict[nn.Module, dict[Any, None]] = {}
+    for layer in model.modules():
+        routers = [child for child in layer.children() if hasattr(child, "update_bias")]
+        for module in layer.children():
+            if isinstance(getattr(module, "statistics", None), Statistics):
+                found.setdefault(module, {}).update(dict.fromkeys(routers[:1]))
+    for module, known in found.items():
+        yield module, module.statistics, list(known)
