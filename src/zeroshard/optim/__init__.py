@@ -9,9 +9,8 @@ from zeroshard.optim.algorithms.adafactor import Adafactor
 from zeroshard.optim.algorithms.adam8bit import Adam8bit, AdamW8bit
 from zeroshard.optim.algorithms.lamb import LAMB
 from zeroshard.optim.algorithms.muon import Muon, muon_groups
-from zeroshard.optim.algorithms.shampoo import Shampoo
+from zeroshard.optim.algorithms.shampoo import SOAP, Shampoo
 from zeroshard.optim.algorithms.sm3 import SM3
-from zeroshard.optim.algorithms.soap import SOAP
 from zeroshard.optim.host.adam import fast_on_cpus
 from zeroshard.optim.slices.collective_spans import Steps, spans_of
 from zeroshard.optim.slices.owners import Owners, deal_out

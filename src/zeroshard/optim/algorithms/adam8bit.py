@@ -21,6 +21,7 @@ from zeroshard.optim.algorithms.tensor_optimizer import (
     TensorOptimizer,
     as_matrices,
     check_range,
+    checked,
     leading_shape,
     matrix_shape,
     put_back,
@@ -55,16 +56,11 @@ class AdamW8bit(TensorOptimizer):
         block_size: int = 256,
         min_8bit_size: int = 4096,
     ) -> None:
-        check_range("lr", lr, lr >= 0.0, "at least 0")
-        check_range("betas", betas, len(betas) == 2 and all(0.0 <= b < 1.0 for b in betas), "two numbers in [0, 1)")
-        check_range("eps", eps, eps >= 0.0, "at least 0")
-        check_range("weight_decay", weight_decay, weight_decay >= 0.0, "at least 0")
         check_range(
             "block_size", block_size, block_size > 0 and tiled.TILE % block_size == 0, "a power of 2 up to 2^16"
         )
-        defaults: Options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        defaults |= {"block_size": block_size, "min_8bit_size": min_8bit_size, "batch_dims": None}
-        super().__init__(params, defaults)
+        settings = {"block_size": block_size, "min_8bit_size": min_8bit_size}
+        super().__init__(params, checked(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **settings))
 
     def _start(self, parameter: torch.Tensor, group: Options) -> State:
         shape, batch_dims = parameter.shape, group["batch_dims"]

@@ -17,6 +17,7 @@ from zeroshard.optim.algorithms.tensor_optimizer import (
     TensorOptimizer,
     as_matrices,
     check_range,
+    checked,
     opened,
     put_back,
 )
@@ -62,13 +63,9 @@ class LAMB(TensorOptimizer):
         bounds: tuple[float, float] = (0.0, math.inf),
         adapt: bool = True,
     ) -> None:
-        check_range("lr", lr, lr >= 0.0, "at least 0")
-        check_range("betas", betas, len(betas) == 2 and all(0.0 <= b < 1.0 for b in betas), "two numbers in [0, 1)")
-        check_range("eps", eps, eps >= 0.0, "at least 0")
-        check_range("weight_decay", weight_decay, weight_decay >= 0.0, "at least 0")
         check_range("bounds", bounds, 0.0 <= bounds[0] <= bounds[1], "two numbers in increasing order, of at least 0")
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bounds": bounds}
-        super().__init__(params, {**defaults, "adapt": adapt, "batch_dims": None})
+        settings = {"bounds": bounds, "adapt": adapt}
+        super().__init__(params, checked(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **settings))
 
     def _start(self, parameter: torch.Tensor, group: Options) -> State:
         return moments(parameter)

@@ -24,6 +24,7 @@ from zeroshard.optim.algorithms.tensor_optimizer import (
     TensorOptimizer,
     as_matrices,
     check_range,
+    checked,
     matrix_shape,
     opened,
     put_back,
@@ -179,17 +180,12 @@ class Muon(TensorOptimizer):
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,
     ) -> None:
-        check_range("lr", lr, lr >= 0.0, "at least 0")
-        check_range("weight_decay", weight_decay, weight_decay >= 0.0, "at least 0")
-        check_range("momentum", momentum, 0.0 <= momentum < 1.0, "at least 0 and less than 1")
         check_range("ns_coefficients", ns_coefficients, len(ns_coefficients) == 3, "three numbers")
         check_range("ns_steps", ns_steps, 0 <= ns_steps < 100, "at least 0 and less than 100")
         known = adjust_lr_fn is None or adjust_lr_fn in SCALES
         check_range("adjust_lr_fn", adjust_lr_fn, known, f"None or one of {', '.join(SCALES)}")
-        defaults = {
-            **{"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov},
-            **{"ns_coefficients": ns_coefficients, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn},
-        }
+        defaults = checked(lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov)
+        defaults |= {"ns_coefficients": ns_coefficients, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
         super().__init__(params, {**defaults, **GROUP_OPTIONS})
 
     def table(self) -> str:

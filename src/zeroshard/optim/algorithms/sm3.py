@@ -16,10 +16,11 @@ from zeroshard.optim.algorithms.tensor_optimizer import (
     State,
     TensorOptimizer,
     check_range,
+    checked,
     leading_shape,
     matrix_shape,
-    put_back,
     state_dtype,
+    take_step,
 )
 
 
@@ -79,13 +80,11 @@ class SM3(TensorOptimizer):
         momentum_dtype: torch.dtype | None = None,
         weight_decay: float = 0.0,
     ) -> None:
-        check_range("lr", lr, lr >= 0.0, "at least 0")
-        check_range("momentum", momentum, 0.0 <= momentum < 1.0, "at least 0 and less than 1")
-        check_range("weight_decay", weight_decay, weight_decay >= 0.0, "at least 0")
         floating = momentum_dtype is None or momentum_dtype.is_floating_point
         check_range("momentum_dtype", momentum_dtype, floating, "a dtype of floating point, or None")
-        defaults = {"lr": lr, "momentum": momentum, "momentum_dtype": momentum_dtype, "weight_decay": weight_decay}
-        super().__init__(params, {**defaults, "batch_dims": None})
+        super().__init__(
+            params, checked(lr=lr, momentum=momentum, momentum_dtype=momentum_dtype, weight_decay=weight_decay)
+        )
 
     def _start(self, parameter: torch.Tensor, group: Options) -> State:
         shape, batch_dims = parameter.shape, group["batch_dims"]
@@ -107,7 +106,7 @@ class SM3(TensorOptimizer):
 
     def _rounds(self, parameter: torch.Tensor, state: State, group: Options) -> Rounds:
         assert parameter.grad is not None
-        dtype, rate = state_dtype(parameter), group["lr"]
+        dtype = state_dtype(parameter)
         weights, gradient = parameter.detach().to(dtype), parameter.grad.to(dtype)
         shapes = cover_shapes(parameter.shape, group["batch_dims"])
         accumulators = [state[f"accumulator_{n}"].view(shape) for n, shape in enumerate(shapes)]
@@ -117,7 +116,4 @@ class SM3(TensorOptimizer):
             kept = state["momentum_buffer"]
             update.mul_(1.0 - group["momentum"]).add_(kept, alpha=group["momentum"])
             kept.copy_(update)
-        if group["weight_decay"]:
-            weights.mul_(1.0 - rate * group["weight_decay"])
-        weights.sub_(update.mul_(rate))
-        put_back(parameter, weights)
+        take_step(parameter, weights, update, group)

@@ -87,10 +87,46 @@ def root_mean_square(stack: torch.Tensor) -> torch.Tensor:
     return norm / math.sqrt(max(1, math.prod(stack.shape[1:])))
 
 
+def take_step(parameter: torch.Tensor, weights: torch.Tensor, update: torch.Tensor, group: Options) -> None:
+    """Decay the weights of a parameter, by `opened`, subtract the learning rate times the update, and put them back.
+
+    Args:
+        update: not used afterwards.
+    """
+    if group["weight_decay"]:
+        weights.mul_(1.0 - group["lr"] * group["weight_decay"])
+    weights.sub_(update.mul_(group["lr"]))
+    put_back(parameter, weights)
+
+
+RANGES: Mapping[str, tuple[Callable[[Any], bool], str]] = {  # of options that several optimizers have
+    "lr": (lambda lr: bool(lr >= 0.0), "at least 0"),
+    "betas": (lambda betas: len(betas) == 2 and all(0.0 <= beta < 1.0 for beta in betas), "two numbers in [0, 1)"),
+    "eps": (lambda eps: eps >= 0.0, "at least 0"),
+    "weight_decay": (lambda decay: decay >= 0.0, "at least 0"),
+    "momentum": (lambda momentum: 0.0 <= momentum < 1.0, "at least 0 and less than 1"),
+    "interval": (lambda interval: interval >= 1, "at least 1"),
+    "max_side": (lambda side: side >= 1, "at least 1"),
+}
+
+
 def check_range(name: str, value: Any, allowed: Any, needed: str) -> None:
     """Raise a ValueError that names an option, its value and its range, unless it is allowed."""
     if not allowed:
         raise ValueError(f"{name} is {value!r} and must be {needed}.")
+
+
+def checked(**options: Any) -> Options:
+    """The defaults of an optimizer; those named in RANGES are checked.
+
+    Raises:
+        ValueError: an option is out of its range.
+    """
+    for name, value in options.items():
+        if name in RANGES:
+            allowed, needed = RANGES[name]
+            check_range(name, value, allowed(value), needed)
+    return {**options, "batch_dims": None}
 
 
 @dataclass(frozen=True, slots=True)
