@@ -18,7 +18,7 @@ from zeroshard.errors import PlanError
 from zeroshard.parts.place import Axis
 from zeroshard.parts.technique import NewAxis
 from zeroshard.parts.zones import DividedActivations, Division, Zone
-from zeroshard.rng.make import random_numbers_of
+from zeroshard.rng.exact import random_numbers_of
 from zeroshard.rng.rows import Rows
 from zeroshard.tensor.split.collectives import CopyIn, CutRows, Gathered, JoinRows, Summed, SumOut, TensorRanks, Zones
 

@@ -30,7 +30,7 @@ from zeroshard.plan import Plan
 from zeroshard.platform.accelerator import is_accelerator
 from zeroshard.precision.cast import DTYPES, Precision, keep_in_fp32
 from zeroshard.recompute.recomputation import Recomputation
-from zeroshard.rng.make import random_numbers_of
+from zeroshard.rng.exact import random_numbers_of
 from zeroshard.rng.rows import Rows
 from zeroshard.saved.savers import Savers, SavingPlan, savers_of
 from zeroshard.units import Flat, Unit, is_small

@@ -5,8 +5,7 @@ NIPS 2012, section 4.1). SSP: no worker is more than s steps ahead of the slowes
 ML via a Stale Synchronous Parallel Parameter Server, NIPS 2013, section 3).
 """
 
-from zeroshard.parameter_server.server import Server
+from zeroshard.parameter_server.server import Server, Wire
 from zeroshard.parameter_server.trainer import AsynchronousStep, AsynchronousTrainer, Staleness
-from zeroshard.parameter_server.wire import Wire
 
 __all__ = ["AsynchronousStep", "AsynchronousTrainer", "Server", "Staleness", "Wire"]

@@ -13,8 +13,7 @@ import torch
 
 from zeroshard.comm.collectives import Comm, Purpose
 from zeroshard.errors import CommError
-from zeroshard.parameter_server.server import Reply, Server
-from zeroshard.parameter_server.wire import Wire
+from zeroshard.parameter_server.server import Reply, Server, Wire
 
 SERVER = 0  # its rank
 TEXT_BYTES = 512  # bytes of an error's text that are sent
@@ -64,7 +63,7 @@ def attend(server: Server, comm: Comm, worker: int, wire: Wire) -> None:
         wire: likewise.
     """
 
-    def tell(kind: MessageKind, reply: Reply) -> None:
+    def respond(kind: MessageKind, reply: Reply) -> None:
         frame = torch.tensor([kind, *astuple(reply)], dtype=torch.float64)
         comm.send(frame, worker, Purpose.CONTROL, "reply of the parameter server").wait()
 
@@ -77,15 +76,15 @@ def attend(server: Server, comm: Comm, worker: int, wire: Wire) -> None:
             for buffer in wire.buffers if pushes else ():
                 comm.receive(buffer, worker, Purpose.REPAY_GRADIENTS, "gradients").wait()
             reply = server.exchange(
-                worker, wire, present if pushes else None, lambda: tell(MessageKind.WAIT, Reply(0, 0))
+                worker, wire, present if pushes else None, lambda: respond(MessageKind.WAIT, Reply(0, 0))
             )
-            tell(MessageKind.WEIGHTS, reply)
+            respond(MessageKind.WEIGHTS, reply)
             for buffer in wire.buffers:
                 comm.send(buffer, worker, Purpose.LEND_WEIGHTS, "weights").wait()
     except BaseException as error:
         server.fail(CommError(f"worker {worker} is gone before its finish(): {error}"))  # an earlier failure stays
         with contextlib.suppress(CommError):  # the worker itself may be gone
-            tell(MessageKind.FAILURE, Reply(0, 0))
+            respond(MessageKind.FAILURE, Reply(0, 0))
             text = server.failure_text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES)
             message = torch.frombuffer(bytearray(text), dtype=torch.uint8)
             comm.send(message, worker, Purpose.CONTROL, "failure of the run").wait()

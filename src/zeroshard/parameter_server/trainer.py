@@ -23,8 +23,7 @@ from zeroshard.comm.mesh import Mesh, announce_failure, init_mesh
 from zeroshard.errors import CommError, NonFiniteError, PlanError
 from zeroshard.memory.ledger import Category, Ledger
 from zeroshard.parameter_server import messages
-from zeroshard.parameter_server.server import OptimizerFactory, Reply, Server
-from zeroshard.parameter_server.wire import Wire
+from zeroshard.parameter_server.server import OptimizerFactory, Reply, Server, Wire
 from zeroshard.traffic import merged
 
 Exchange = Callable[[Wire, Sequence[bool] | None], Reply]  # of gradients for weights

@@ -2,5 +2,5 @@
 
 Read `philox` (words from a key and a counter), `layout` (which dimension of a draw is the batch's), `draws` (torch's
 operations that draw, from words) and `exact` (which step, rows, module and call a draw belongs to). `streams` has
-torch's own numbers where layers are split among ranks, and `make` chooses.
+torch's own numbers where layers are split among ranks.
 """

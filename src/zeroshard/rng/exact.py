@@ -32,11 +32,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroshard.errors import ModelError, PlanError
-from zeroshard.parts.part import MicrobatchRows
+from zeroshard.parts.part import MicrobatchRows, RandomNumbers, TorchStreams
 from zeroshard.parts.zones import ActivationZones, DividedActivations
 from zeroshard.rng.draws import DRAWS, draws
 from zeroshard.rng.layout import Stream, UnclearDrawError
 from zeroshard.rng.rows import Rows
+from zeroshard.rng.streams import RankStreams, equalise
 from zeroshard.units.hooks import Hook, listen
 from zeroshard.units.materialise import seed_of
 
@@ -323,3 +324,25 @@ def _refuse_graphs(module: nn.Module, path: str) -> None:
             f"rng='exact': '{path or 'the model itself'}' is {'compiled' if compiled else 'scripted'}, and what a "
             f"graph draws cannot be replaced. Leave it as it is in Python, or use rng='fast'."
         )
+
+
+def random_numbers_of(
+    model: nn.Module, exact: bool, seed: int, rows: Rows, zones: ActivationZones | None = None
+) -> RandomNumbers:
+    """Numbers keyed by what they are of if `exact`, else those of torch's streams.
+
+    A collective call where activations are divided: ranks that work on the same data get the same generators.
+
+    Args:
+        rows: numbers the rows of the batches.
+        zones: where activations are divided; None if nowhere.
+
+    Raises:
+        ModelError: the model has modules whose draws cannot be replaced, and they have to be.
+    """
+    if zones is None or zones.axis is None:
+        return ExactNumbers(model, seed, rows) if exact else TorchStreams()
+    equalise(zones.axis.comm)
+    if exact:
+        return ExactNumbers(model, seed, rows, zones)
+    return RankStreams(model, zones, zones.axis.comm)
