@@ -121,7 +121,7 @@ class Readings:
     @property
     def owners(self) -> str:
         """What owners of whole parameters do and cost, in sentences; empty where slices are even."""
-        return self._assembly.optimizer.owners.told
+        return self._assembly.optimizer.owners.summary
 
     @property
     def loss_scale(self) -> float:

@@ -96,7 +96,7 @@ def test_the_figures_of_the_documentation(ranks: int, whole: float, cut: float, 
         owners = Owners([(members, "all", ranks)], lambda p: sizes.of(0, p), rows=rows)
         (shares,) = owners.shares
         assert ranks * max(shares) / sum(shares) == pytest.approx(expected, rel=0.005)
-    asked = [sum(optimizer.asked(p.shape, group)) for p in members if owners.cuts(p)]
+    asked = [sum(optimizer.reduced_numels(p.shape, group)) for p in members if owners.cuts(p)]
     assert (len(asked), sum(asked)) == (count, {0: 0, 1: 771, 37: 56175}[count])
 
 
@@ -113,7 +113,7 @@ def test_rows_are_dealt_out_evenly_and_lie_in_a_flat_of_their_own() -> None:
     assert (*whole,) == ({"a": small[0], "c": small[1]}, (0, 5, 8, 8), "")
     assert (*cut,) == ({"b": large}, (0, 10 * LEAST, 19 * LEAST, 28 * LEAST), "rows of b")
     assert owners.rank_of(large) is None
-    assert "1 larger matrices" in owners.told and "each of 2 parameters" in owners.told
+    assert "1 larger matrices" in owners.summary and "each of 2 parameters" in owners.summary
 
 
 @pytest.mark.parametrize(("make", "shape", "rows"), [
@@ -132,6 +132,6 @@ def test_a_stack_that_counts_as_one_matrix_has_rows() -> None:
 
 
 def test_what_is_told() -> None:
-    assert Owners().told == ""
-    told = Owners([(parameters(6, 1, 1), "all", 2)], optimizer="Muon").told
+    assert Owners().summary == ""
+    told = Owners([(parameters(6, 1, 1), "all", 2)], optimizer="Muon").summary
     assert "Muon" in told and "3 parameters" in told and "2 ranks" in told and "1.50 times" in told

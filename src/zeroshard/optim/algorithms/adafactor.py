@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from zeroshard.optim.algorithms.row_reductions import Ask, Over, Rounds, in_rounds
+from zeroshard.optim.algorithms.row_reductions import Over, Rounds, RowReduction, in_rounds
 from zeroshard.optim.algorithms.tensor_optimizer import (
     Options,
     State,
@@ -178,7 +178,7 @@ class Adafactor(TensorOptimizer):
                 out.copy_(weights.view(-1))
         put_back(parameter, weights)
 
-    def asked(self, shape: torch.Size, group: Options) -> Sequence[int]:
+    def reduced_numels(self, shape: torch.Size, group: Options) -> Sequence[int]:
         """The mean squares of columns, the mean of rows, and the size of weights; then the size of the update."""
         return math.prod(shape[1:]) + 1 + bool(group["scale_parameter"]), 1
 
@@ -200,12 +200,12 @@ class Adafactor(TensorOptimizer):
         row_means, column_means = (state[f"exp_avg_sq_{side}"].view(len(weights), -1) for side in ("row", "col"))
         over_rows, over_columns = products.means_of_squares()
         row_means.lerp_(over_rows.add_(eps), 1.0 - beta2)
-        asks = [Ask(Over.MEAN, over_columns), Ask(Over.MEAN, row_means.mean(-1, keepdim=True))]
-        asks += [Ask(Over.MEAN_SQUARE, root_mean_square(weights))] if scaled else []
+        asks = [RowReduction(Over.MEAN, over_columns), RowReduction(Over.MEAN, row_means.mean(-1, keepdim=True))]
+        asks += [RowReduction(Over.MEAN_SQUARE, root_mean_square(weights))] if scaled else []
         over_columns, mean, *sizes = yield asks
         column_means.lerp_(over_columns.add_(eps), 1.0 - beta2)
         rows, columns = (row_means / mean).rsqrt_().unsqueeze(-1), column_means.rsqrt().unsqueeze(-2)
-        (mean_square,) = yield [Ask(Over.MEAN, factored_mean_square(products, rows, columns))]
+        (mean_square,) = yield [RowReduction(Over.MEAN, factored_mean_square(products, rows, columns))]
         size = self._scaled(sizes[0] if scaled else None, weights, state["step"].item(), group)
         rows = rows * clipped(size, mean_square.sqrt(), group["clip_threshold"])
         decay = _kept(size, group)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from zeroshard.optim.algorithms.adam_math import adam_update, moments
-from zeroshard.optim.algorithms.row_reductions import Ask, Over, Rounds
+from zeroshard.optim.algorithms.row_reductions import Over, Rounds, RowReduction
 from zeroshard.optim.algorithms.tensor_optimizer import (
     Options,
     State,
@@ -70,7 +70,7 @@ class LAMB(TensorOptimizer):
     def _start(self, parameter: torch.Tensor, group: Options) -> State:
         return moments(parameter)
 
-    def asked(self, shape: torch.Size, group: Options) -> Sequence[int]:
+    def reduced_numels(self, shape: torch.Size, group: Options) -> Sequence[int]:
         """The norms of weights and update."""
         return (2,) if group["adapt"] else ()
 
@@ -83,7 +83,7 @@ class LAMB(TensorOptimizer):
             update.add_(weights, alpha=group["weight_decay"])
         rate = group["lr"]
         if group["adapt"]:
-            size, change = yield [Ask(Over.NORM, norms(each)) for each in (weights, update)]
+            size, change = yield [RowReduction(Over.NORM, norms(each)) for each in (weights, update)]
             rate = rate * trust_ratio(size, change, group["bounds"])
         weights.sub_(update.mul_(rate))
         put_back(parameter, weights)

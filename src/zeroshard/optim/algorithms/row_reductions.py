@@ -1,9 +1,8 @@
-"""Questions that the update of a matrix has about all its rows, and the rounds in which they are answered.
+"""Reductions over the rows of a matrix whose rows lie on several ranks, in rounds of an optimizer's update.
 
-[Note: asks] A rank that has some rows of a matrix knows neither the means nor the maxima of its columns, nor its norm.
-So an update is a generator: it yields what it found over its own rows, and gets the same over all rows in its place.
-Where one rank has all rows each answer is the part itself, so that the same code, with the same bits, is the update of
-a whole matrix.
+[Note: row reductions] Updates of some optimizers need means or maxima of the columns of a matrix, or its norm. Such an
+update is a generator: it yields the reduction of the rows on this rank, and is sent that of all rows. On a rank with
+all rows both are one, so that the same code, with the same bits, updates a whole matrix.
 """
 
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -15,7 +14,7 @@ from torch import Tensor
 
 
 class Over(Enum):
-    """How parts that were found over some rows each make what would be found over all of them."""
+    """The kind of a reduction: how those of some rows each make that of all rows."""
 
     MEAN = "mean"
     MEAN_SQUARE = "root of the mean square"
@@ -24,23 +23,23 @@ class Over(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """What an update asks for.
+class RowReduction:
+    """One reduction of an update.
 
     Attributes:
-        over: how the parts are put together.
-        part: found over the rows that are here.
+        over: its kind.
+        part: that of this rank's rows.
     """
 
     over: Over
     part: Tensor
 
-    def answer(self, parts: Tensor, shares: Tensor) -> Tensor:
-        """What all ranks' parts make, which are added in rank order, in fp64; in shape and dtype of the part.
+    def total(self, parts: Tensor, shares: Tensor) -> Tensor:
+        """The reduction of all rows, added in rank order and in fp64; in shape and dtype of the part.
 
         Args:
             parts: of each rank [N, numel].
-            shares: of all rows, which each rank has [N], in fp64.
+            shares: the share of each rank in all rows [N], in fp64.
         """
         if self.over is Over.MAXIMUM:
             total = parts.amax(0)
@@ -53,31 +52,27 @@ class Ask:
         return total.to(self.part.dtype).view(self.part.shape)
 
 
-Rounds = Generator[Sequence[Ask], Sequence[Tensor], None]
-Answer = Callable[[Sequence[Ask]], Sequence[Tensor]]
+Rounds = Generator[Sequence[RowReduction], Sequence[Tensor], None]
+Reduce = Callable[[Sequence[RowReduction]], Sequence[Tensor]]  # of the reductions of one round
 
 
-def own_parts(asks: Sequence[Ask]) -> list[Tensor]:
-    """The answers where all rows are here."""
-    return [ask.part for ask in asks]
+def local_parts(reductions: Sequence[RowReduction]) -> list[Tensor]:
+    """The reductions of matrices with all rows on this rank."""
+    return [reduction.part for reduction in reductions]
 
 
-def in_rounds(updates: Iterable[Rounds], answer: Answer = own_parts) -> None:
-    """Run updates side by side: those that ask have all their answers at once, round by round.
-
-    Args:
-        answer: the answers to some asks; called once for each round.
-    """
-    answers: list[tuple[Rounds, Sequence[Tensor] | None]] = [(update, None) for update in updates]
-    while answers:
-        asked: list[tuple[Rounds, Sequence[Ask]]] = []
-        for update, given in answers:
+def in_rounds(updates: Iterable[Rounds], reduce: Reduce = local_parts) -> None:
+    """Run updates side by side, with the reductions of a round of all of them in one call of `reduce`."""
+    running: list[tuple[Rounds, Sequence[Tensor] | None]] = [(update, None) for update in updates]
+    while running:
+        yielded: list[tuple[Rounds, Sequence[RowReduction]]] = []
+        for update, totals in running:
             try:
-                asked.append((update, next(update) if given is None else update.send(given)))
+                yielded.append((update, next(update) if totals is None else update.send(totals)))
             except StopIteration:
                 continue
-        found = iter(answer([ask for _, asks in asked for ask in asks]) if asked else ())
-        answers = [(update, list(islice(found, len(asks)))) for update, asks in asked]
+        found = iter(reduce([each for _, reductions in yielded for each in reductions]) if yielded else ())
+        running = [(update, list(islice(found, len(reductions)))) for update, reductions in yielded]
 
 
 def _sum(parts: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from zeroshard.optim.algorithms.row_reductions import Ask, Over, Rounds
+from zeroshard.optim.algorithms.row_reductions import Over, Rounds, RowReduction
 from zeroshard.optim.algorithms.tensor_optimizer import (
     Options,
     State,
@@ -34,7 +34,7 @@ def cover_shapes(shape: torch.Size, batch_dims: int | None) -> list[tuple[int, .
 
 def change_cover(
     gradient: torch.Tensor, accumulators: Sequence[torch.Tensor]
-) -> Generator[Sequence[Ask], Sequence[torch.Tensor], torch.Tensor]:
+) -> Generator[Sequence[RowReduction], Sequence[torch.Tensor], torch.Tensor]:
     """Change the maxima of all slices by a gradient, and give the second moments nu' (Algorithm SM3-II).
 
     Args:
@@ -46,7 +46,7 @@ def change_cover(
     fresh = len(accumulators) > 1
     second = torch.addcmul(second, gradient, gradient, out=second if fresh else None)
     first, *others = (_maxima(second, accumulator) for accumulator in accumulators)
-    answers = yield [Ask(Over.MAXIMUM, maxima) for maxima in others]
+    answers = yield [RowReduction(Over.MAXIMUM, maxima) for maxima in others]
     for accumulator, maxima in zip(accumulators, (first, *answers), strict=True):
         accumulator.copy_(maxima)
     return second
@@ -100,7 +100,7 @@ class SM3(TensorOptimizer):
             state["momentum_buffer"] = torch.zeros(shape, dtype=kept, device=device)
         return state
 
-    def asked(self, shape: torch.Size, group: Options) -> Sequence[int]:
+    def reduced_numels(self, shape: torch.Size, group: Options) -> Sequence[int]:
         """The maxima of columns, or of the slices along each dimension but the first."""
         return (sum(shape[1:]),)
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from zeroshard.optim.algorithms.row_reductions import Answer, Rounds, in_rounds, own_parts
+from zeroshard.optim.algorithms.row_reductions import Reduce, Rounds, in_rounds, local_parts
 
 Options = dict[str, Any]
 State = dict[str, Any]
@@ -143,16 +143,16 @@ class Fused:
 
 
 @dataclass(frozen=True, slots=True)
-class Asking:
-    """Matrices of which some rows alone are here ([Note: asks]).
+class PartialMatrices:
+    """Matrices with some rows on this rank and others elsewhere ([Note: row reductions]).
 
     Attributes:
-        parameters: the rows of them.
-        answer: asks the ranks that have the others; a collective call.
+        parameters: this rank's rows of each.
+        reduce: reduces over the rows of all ranks; a collective call.
     """
 
     parameters: Sequence[torch.Tensor] = ()
-    answer: Answer = own_parts
+    reduce: Reduce = local_parts
 
 
 class TensorOptimizer(torch.optim.Optimizer):
@@ -167,17 +167,17 @@ class TensorOptimizer(torch.optim.Optimizer):
         fused: for the next step.
         row_states: of an optimizer that can update some rows of a matrix, if it is told of the others: the names of
             its states with an entry for each row; of those of other shapes than the matrix, all others are of columns.
-        asking: for the next step.
+        partial: matrices of the next step with rows elsewhere.
     """
 
     whole_tensors: ClassVar[bool] = True
     fuses: ClassVar[bool] = False
     fused: Fused = Fused()
     row_states: ClassVar[tuple[str, ...] | None] = None
-    asking: Asking = Asking()
+    partial: PartialMatrices = PartialMatrices()
 
-    def asked(self, shape: torch.Size, group: Options) -> Sequence[int]:
-        """Elements that the update of some rows of a matrix asks for in each of its rounds.
+    def reduced_numels(self, shape: torch.Size, group: Options) -> Sequence[int]:
+        """Elements of the row reductions in each round of an update ([Note: row reductions]).
 
         Args:
             shape: of the matrix.
@@ -195,14 +195,14 @@ class TensorOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        asking, updates = set(self.asking.parameters), []
+        partial, updates = set(self.partial.parameters), []
         for group in self.param_groups:
             ready = [p for p in group["params"] if p.grad is not None and p.numel()]
             for parameter in ready:
                 self._check(parameter)
-            self._step_group(group, [p for p in ready if p not in asking])
-            updates += [self._rounds(p, self._state(p, group), group) for p in ready if p in asking]
-        in_rounds(updates, self.asking.answer)
+            self._step_group(group, [p for p in ready if p not in partial])
+            updates += [self._rounds(p, self._state(p, group), group) for p in ready if p in partial]
+        in_rounds(updates, self.partial.reduce)
         return loss
 
     def load_state_dict(self, state_dict: State) -> None:

@@ -21,8 +21,8 @@ from torch import nn
 
 from zeroshard.comm.collectives import Comm
 from zeroshard.memory.ledger import Arena
-from zeroshard.optim.algorithms.row_reductions import Ask
-from zeroshard.optim.algorithms.tensor_optimizer import Asking, Fused, TensorOptimizer
+from zeroshard.optim.algorithms.row_reductions import RowReduction
+from zeroshard.optim.algorithms.tensor_optimizer import Fused, PartialMatrices, TensorOptimizer
 from zeroshard.optim.slices.spans import GradientOf, HeldTensors, SliceSpan, SpanOptimizer
 from zeroshard.optim.trial.probe_optimizers import StateLayout
 from zeroshard.parts.place import Axis, Split
@@ -106,7 +106,7 @@ class RowSpans(CollectiveSpans):
 
     def split(self, number: int, cuts: Sequence[int]) -> None:
         """Make the scratch of an update; there is one parameter, so that there is nothing to cut."""
-        for scratch in self._scratch(max(self._asked, default=0)):
+        for scratch in self._scratch(max(self._reduced_numels, default=0)):
             self._arena.give(scratch)
 
     def rebind(self, number: int, owned: torch.Tensor, start: int) -> None:
@@ -117,32 +117,32 @@ class RowSpans(CollectiveSpans):
         """One optimizer step on the rows; a collective call."""
         optimizer = self.optimizer
         assert isinstance(optimizer, TensorOptimizer)
-        optimizer.asking = Asking([span.tensor for span in self.spans(number)], self._answers)
+        optimizer.partial = PartialMatrices([span.tensor for span in self.spans(number)], self._reduce)
         try:
             self._optimizer.step(number, gradient_of)
         finally:
-            del optimizer.asking
+            del optimizer.partial
 
     def wire(self, work: Work) -> Wire:
-        """All that is asked goes to each other rank."""
-        yield Purpose.ASK_FOR_ROWS, (self._comm.mesh.ranks - 1) * sum(self._asked) * work.updates
+        """This rank's parts of all reductions go to each other rank."""
+        yield Purpose.ASK_FOR_ROWS, (self._comm.mesh.ranks - 1) * sum(self._reduced_numels) * work.updates
 
     @property
-    def _asked(self) -> Sequence[int]:
-        """The elements that a step asks for, by round."""
+    def _reduced_numels(self) -> Sequence[int]:
+        """Elements of the reductions of a step, by round."""
         optimizer = self.optimizer
         assert isinstance(optimizer, TensorOptimizer)
-        return optimizer.asked(self._shape, optimizer.param_groups[self._group])
+        return optimizer.reduced_numels(self._shape, optimizer.param_groups[self._group])
 
-    def _answers(self, asks: Sequence[Ask]) -> list[torch.Tensor]:
-        """What all ranks' parts make: everyone's go to everyone, and are put together in rank order."""
-        ranks, sizes = self._comm.mesh.ranks, [ask.part.numel() for ask in asks]
+    def _reduce(self, reductions: Sequence[RowReduction]) -> list[torch.Tensor]:
+        """All-gather the parts of all ranks, and reduce them in rank order."""
+        ranks, sizes = self._comm.mesh.ranks, [each.part.numel() for each in reductions]
         message, arrived = self._scratch(sum(sizes))
-        message.view(ranks, -1).copy_(torch.cat([ask.part.reshape(-1) for ask in asks]))
-        each = [sum(sizes)] * ranks
-        self._comm.all_to_all(arrived, message, each, each, Purpose.ASK_FOR_ROWS, self._label).wait()
-        columns = arrived.view(ranks, -1).to(asks[0].part.device).split(sizes, 1)
-        found = [ask.answer(parts, self._shares) for ask, parts in zip(asks, columns, strict=True)]
+        message.view(ranks, -1).copy_(torch.cat([each.part.reshape(-1) for each in reductions]))
+        each_rank = [sum(sizes)] * ranks
+        self._comm.all_to_all(arrived, message, each_rank, each_rank, Purpose.ASK_FOR_ROWS, self._label).wait()
+        columns = arrived.view(ranks, -1).to(reductions[0].part.device).split(sizes, 1)
+        found = [each.total(parts, self._shares) for each, parts in zip(reductions, columns, strict=True)]
         self._arena.give(arrived)
         self._arena.give(message)
         return found

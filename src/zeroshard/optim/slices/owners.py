@@ -129,12 +129,12 @@ class Owners:
         ]
 
     @property
-    def told(self) -> str:
-        """What owners do and cost, in sentences; empty where there are none."""
-        return " ".join(filter(None, (self._told_of_slices, self._told_of_joined)))
+    def summary(self) -> str:
+        """What owners do and cost, in sentences for `engine.owners`; empty where there are none."""
+        return " ".join(filter(None, (self._slices_summary, self._joined_summary)))
 
     @property
-    def _told_of_joined(self) -> str:
+    def _joined_summary(self) -> str:
         """Of matrices that layers split among ranks."""
         if self.joined is None or not self.joined._groups:
             return ""
@@ -146,7 +146,7 @@ class Owners:
         )
 
     @property
-    def _told_of_slices(self) -> str:
+    def _slices_summary(self) -> str:
         """Of parameters that ranks slice."""
         if not self._groups:
             return ""
