@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from zeroshard.errors import OptimizerError
 from zeroshard.optim.trial.data_flow import DataFlow, memory_of
-from zeroshard.optim.trial.probe_optimizers import attributes_of, twin_of, twin_over
+from zeroshard.optim.trial.probe_optimizers import attributes_of, probe_of, probe_over_groups
 
 SIDES = (7, 5, 3, 2, 2)  # of trial tensors
 FACTORS = (0.0, 1e-25, 1e25, math.nan)  # on the gradients of a parameter that is disturbed
@@ -133,8 +133,8 @@ def effect_of(optimizer: torch.optim.Optimizer, call: MethodCall, before: Iterab
     trial, flow = _Trial(optimizer, members), DataFlow()
     trial.take(None)
     for earlier in before:
-        earlier.of(trial.twin)
-    for group, (options, _) in zip(trial.twin.param_groups, members, strict=True):
+        earlier.of(trial.probe)
+    for group, (options, _) in zip(trial.probe.param_groups, members, strict=True):
         group.update({key: value for key, value in options.items() if key in group and key != "param_names"})
     memories = trial.memories
     for number, parameter in enumerate(trial.parameters):
@@ -143,7 +143,7 @@ def effect_of(optimizer: torch.optim.Optimizer, call: MethodCall, before: Iterab
         assert parameter.grad is not None
         flow.give(parameter.grad, GRADIENT)
     with flow:
-        call.of(trial.twin)
+        call.of(trial.probe)
     writes = bool(flow.written & memories) or trial.memories != memories
     found = _judged(trial, flow)
     if GRADIENT in flow.used:
@@ -172,11 +172,11 @@ def shaped_alike(optimizer: torch.optim.Optimizer) -> bool:
 def _program(optimizer: torch.optim.Optimizer, group: Options, values: Tensor) -> Sequence[Any]:
     """The operations of two steps on one tensor."""
     parameter, flow = nn.Parameter(values), DataFlow(keep=True)
-    twin = twin_of(optimizer, {**group, "lr": 0.01}, [parameter])
+    probe = probe_of(optimizer, {**group, "lr": 0.01}, [parameter])
     for _ in range(2):
         parameter.grad = torch.ones_like(values)
         with torch.enable_grad(), flow:
-            twin.step()
+            probe.step()
     return flow.program or ()
 
 
@@ -205,7 +205,7 @@ class _Names(list[str]):
 
 
 class _Trial:
-    """A twin over small parameters, with the steps that are taken.
+    """A probe over small parameters, with the steps that are taken.
 
     Attributes:
         parameters: of all groups.
@@ -230,7 +230,7 @@ class _Trial:
         self.names: list[_Names] = []
 
     def take(self, flow: DataFlow | None, disturbed: int = -1, factor: float = 1.0) -> None:
-        """Make the twin and take its steps.
+        """Make the probe and take its steps.
 
         Args:
             disturbed: the number of a parameter whose values and gradients are multiplied.
@@ -257,22 +257,22 @@ class _Trial:
     def kept(self, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
         """The values and states of a parameter."""
         yield "new values", parameter
-        for leaf in tree_leaves(dict(self.twin.state[parameter]) if parameter in self.twin.state else {}):
+        for leaf in tree_leaves(dict(self.probe.state[parameter]) if parameter in self.probe.state else {}):
             if isinstance(leaf, Tensor):
                 yield "states", leaf
 
     @property
     def shared(self) -> list[Tensor]:
         """Tensors that belong to no parameter."""
-        groups = [value for group in self.twin.param_groups for key, value in group.items() if key != "params"]
+        groups = [value for group in self.probe.param_groups for key, value in group.items() if key != "params"]
         own = {id(parameter) for parameter in self.parameters}
-        found = tree_leaves([groups, [value for _, value in attributes_of(self.twin)]])
+        found = tree_leaves([groups, [value for _, value in attributes_of(self.probe)]])
         return [leaf for leaf in found if isinstance(leaf, Tensor) and id(leaf) not in own]
 
     @property
     def numbers(self) -> list[str]:
-        """The numbers of the twin and its groups."""
-        tables = [vars(self.twin), *self.twin.param_groups]
+        """The numbers of the probe and its groups."""
+        tables = [vars(self.probe), *self.probe.param_groups]
         return [f"{key} {value!r}" for table in tables for key, value in table.items() if type(value) in (int, float)]
 
     def _random(self, shape: Sequence[int]) -> Tensor:
@@ -284,11 +284,11 @@ class _Trial:
             groups.append(({**group, "lr": 0.01}, self.parameters[place : place + count]))
             place += count
         if flow is None:
-            self.twin = twin_over(self._optimizer, groups)
+            self.probe = probe_over_groups(self._optimizer, groups)
         else:
             with flow:
-                self.twin = twin_over(self._optimizer, groups)
-        for group, (options, _) in zip(self.twin.param_groups, groups, strict=True):
+                self.probe = probe_over_groups(self._optimizer, groups)
+        for group, (options, _) in zip(self.probe.param_groups, groups, strict=True):
             if "param_names" in options:
                 self.names.append(_Names(f"trial.{number}.weight" for number in range(len(group["params"]))))
                 group["param_names"] = self.names[-1]
@@ -300,13 +300,13 @@ class _Trial:
                 flow.give(parameter.grad, number)
         self._before = self._counts()
         if flow is None:
-            self.twin.step()
+            self.probe.step()
             return
         with flow:
-            self.twin.step()
+            self.probe.step()
 
     def _counts(self) -> dict[tuple[int, Any], float]:
-        """Numbers of the twin, its groups and states by the table that they are in."""
+        """Numbers of the probe, its groups and states by the table that they are in."""
         return {
             (place, key): float(value)
             for place, table in enumerate(self._tables())
@@ -326,7 +326,7 @@ class _Trial:
                     tables[place][key] = count
 
     def _tables(self) -> list[dict[Any, Any]]:
-        return [vars(self.twin), *self.twin.param_groups, *filter(_is_table, self.twin.state.values())]
+        return [vars(self.probe), *self.probe.param_groups, *filter(_is_table, self.probe.state.values())]
 
 
 def _is_table(value: Any) -> bool:
@@ -362,7 +362,7 @@ def _disturbed(optimizer: torch.optim.Optimizer, members: Sequence[tuple[Options
 def _refuse_names(optimizer: torch.optim.Optimizer, trial: _Trial) -> None:
     """Refuse an optimizer that goes by what parameters have in the model and slices do not."""
     name, parameters = type(optimizer).__name__, [p for group in optimizer.param_groups for p in group["params"]]
-    for key in trial.twin.state:
+    for key in trial.probe.state:
         if not isinstance(key, Tensor):
             raise OptimizerError(
                 f"{name} keeps a state under {key!r}, which is no parameter, and each rank updates its own slices. "

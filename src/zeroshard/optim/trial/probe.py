@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from zeroshard.errors import OptimizerError
 from zeroshard.optim.slices.spans import OneStep
 from zeroshard.optim.trial.dependence import Dependence, dependence_of, shaped_alike
-from zeroshard.optim.trial.probe_optimizers import StateLayout, state_nbytes, twin_of
+from zeroshard.optim.trial.probe_optimizers import StateLayout, probe_of, state_nbytes
 
 SHAPE = torch.Size((6, 4))
 LARGE = torch.Size((160, 136))  # above sizes from which some keep rows, columns or blocks (2110.02861: 4,096 elements)
@@ -188,7 +188,7 @@ def try_states(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> list[
     kind, generator = type(optimizer), torch.Generator().manual_seed(0)
     parameter = torch.nn.Parameter(torch.randn(SHAPE, generator=generator))
     try:
-        probe = twin_of(optimizer, group, [parameter], over=group)  # constructors check arguments, and no options
+        probe = probe_of(optimizer, group, [parameter], over=group)  # constructors check arguments, and no options
         found = []
         with torch.enable_grad(), _own_numbers():
             for _ in range(STEPS):
@@ -223,7 +223,7 @@ def _run(
 ) -> _Run:
     """Step copies of `starts`; with `one_by_one`, `step` is called once per tensor, as the engine does."""
     parameters, rebinds = [torch.nn.Parameter(start.clone()) for start in starts], False
-    probe = twin_of(optimizer, group, list(parameters))
+    probe = probe_of(optimizer, group, list(parameters))
     one_step = OneStep(probe)
     for step in gradients:
         rounds = [[n] for n in range(len(parameters))] if one_by_one else [list(range(len(parameters)))]

@@ -26,7 +26,7 @@ PLAIN = (bool, int, float, str, type(None), torch.dtype)
 TORCHS = vars(torch.optim.Optimizer([torch.zeros(())], {})).keys()  # attributes of every optimizer
 
 
-def twin_of(
+def probe_of(
     optimizer: torch.optim.Optimizer,
     group: Mapping[str, Any],
     tensors: list[torch.Tensor],
@@ -40,15 +40,15 @@ def twin_of(
     Raises:
         OptimizerError: the constructor needs what the optimizer does not show, and makes states. Other errors are its.
     """
-    return twin_over(optimizer, [(group, tensors)], over)
+    return probe_over_groups(optimizer, [(group, tensors)], over)
 
 
-def twin_over(
+def probe_over_groups(
     optimizer: torch.optim.Optimizer,
     members: Sequence[tuple[Mapping[str, Any], list[torch.Tensor]]],
     over: Mapping[str, Any] | None = None,
 ) -> torch.optim.Optimizer:
-    """As `twin_of`, with several groups; in training mode, where the optimizer has modes (2405.15682).
+    """As `probe_of`, with several groups; in training mode, where the optimizer has modes (2405.15682).
 
     Args:
         members: the options and the tensors of each group.
@@ -69,29 +69,29 @@ def twin_over(
     hidden = [name for name in list(accepted)[1:2] if "name" in name]  # of pairs of a name and a parameter
     hidden += [name for name in needed if name not in settings]
     if not hidden:
-        twin = kind(groups, **settings)
-        vars(twin).update((key, value) for key, value in attributes_of(optimizer) if _is_setting(value))
-        return _training(twin)
+        probe = kind(groups, **settings)
+        vars(probe).update((key, value) for key, value in attributes_of(optimizer) if _is_setting(value))
+        return _training(probe)
     if optimizer.state:
         raise OptimizerError(
             f"{kind.__name__} makes states in its constructor, which takes {hidden[0]!r}, and that is not among its "
             f"defaults, so that no other can be made for slices. Put it into the defaults that it gives to "
             f"torch.optim.Optimizer, or make the states in the first step."
         )
-    twin = kind.__new__(kind)
-    torch.optim.Optimizer.__init__(twin, groups, dict(optimizer.defaults))
-    known = {id(p): p for each in optimizer.param_groups for p in each["params"]} | {id(optimizer): twin}
+    probe = kind.__new__(kind)
+    torch.optim.Optimizer.__init__(probe, groups, dict(optimizer.defaults))
+    known = {id(p): p for each in optimizer.param_groups for p in each["params"]} | {id(optimizer): probe}
     for key, value in attributes_of(optimizer):
         with suppress(TypeError):  # an iterator that the constructor was given has no copies
-            vars(twin)[key] = copy.deepcopy(value, dict(known))
-    return _training(twin)
+            vars(probe)[key] = copy.deepcopy(value, dict(known))
+    return _training(probe)
 
 
-def _training(twin: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    train = getattr(twin, "train", None)
+def _training(probe: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    train = getattr(probe, "train", None)
     if callable(train):
         train()
-    return twin
+    return probe
 
 
 def attributes_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
@@ -194,7 +194,7 @@ def _stepped(optimizer: torch.optim.Optimizer, group: dict[str, Any], values: to
     """The states of a parameter after a step."""
     own = {key: value for key, value in group.items() if key != "params"}
     parameter = torch.nn.Parameter(values)
-    probe = twin_of(optimizer, own, [parameter])
+    probe = probe_of(optimizer, own, [parameter])
     parameter.grad = torch.ones_like(values)
     with torch.enable_grad():
         probe.step()
@@ -205,4 +205,4 @@ def fresh_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], tensor:
     """The state that the optimizer's constructor makes for a new tensor (Adagrad does), empty for most."""
     if not optimizer.state:
         return {}
-    return dict(twin_of(optimizer, group, [tensor]).state.get(tensor, {}))
+    return dict(probe_of(optimizer, group, [tensor]).state.get(tensor, {}))
