@@ -1,8 +1,7 @@
 """The engine composes the techniques along one training step.
 
-Read `zeroshard.parts` (what hangs on a flat buffer), then `engine`, `build` (which parts a plan makes), `forward`,
-`backward`, `update`, and `readings`. Steps are lists of actions: `gradient_accumulation`, and for several
-`zeroshard.pipeline.run.steps`.
+Read `zeroshard.parts` (weights, gradients and updater of a flat buffer), then `engine`, `build` (the parts under a
+plan), `techniques` (the techniques of a plan) and `forward`; the rest of a step is `zeroshard.step`.
 """
 
 import torch._dynamo  # noqa: F401  (torch imports it with the first optimizer, and then with collections)

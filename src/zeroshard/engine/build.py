@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -29,7 +30,6 @@ from zeroshard.pipeline.whole import WholeModel
 from zeroshard.plan import Plan
 from zeroshard.platform.accelerator import is_accelerator
 from zeroshard.precision.cast import DTYPES, Precision, keep_in_fp32
-from zeroshard.recompute.recomputation import Recomputation
 from zeroshard.rng.exact import random_numbers_of
 from zeroshard.rng.rows import Rows
 from zeroshard.saved.savers import Savers, SavingPlan, savers_of
@@ -56,7 +56,6 @@ class Assembly:
         gatherer: brings units that are sliced.
         late: updates that run beside the steps.
         saver: keeps what autograd saves.
-        recomputation: computes blocks again, if anything does.
     """
 
     parts: Parts
@@ -65,16 +64,22 @@ class Assembly:
     gatherer: Gatherer
     late: LateUpdates
     saver: Savers
-    recomputation: Recomputation | None = None
+
+
+class StepReadings(NamedTuple):
+    """Readings of the step under way.
+
+    Attributes:
+        steps: gives the number of steps taken.
+        unclipped: gives the factor on the gradients of the step under way, unless they are clipped.
+    """
+
+    steps: Callable[[], int]
+    unclipped: Callable[[], float]
 
 
 class Builder:
-    """Materialises a model unit by unit, and keeps of each unit the states that the plan says.
-
-    Args:
-        unclipped: the factor on the gradients of the step under way, unless they are clipped.
-        steps: how many steps were taken.
-    """
+    """Materialises a model unit by unit, and keeps of each unit the states that the plan says."""
 
     def __init__(
         self,
@@ -83,12 +88,11 @@ class Builder:
         axes: Axes,
         ledger: Ledger,
         stage: Stage | WholeModel,
-        unclipped: Callable[[], float],
-        steps: Callable[[], int],
+        progress: StepReadings,
     ) -> None:
-        self._stage, self._steps = stage, steps
+        self._stage, self._progress = stage, progress
         self._axes, comm = axes, axes.dense.slices.comm
-        self._model, self._plan, self._comm, self._ledger, self._unclipped = model, plan, comm, ledger, unclipped
+        self._model, self._plan, self._comm, self._ledger = model, plan, comm, ledger
         self._residency = Residency.of_stage(plan.zero)
         self._precision = Precision.named(plan.precision)
         self._cuts: dict[nn.Parameter, Split | Partial] = {}
@@ -130,7 +134,9 @@ class Builder:
         self._share_memory(units)
         if self._lower is not None:
             gathers = all(self._gathers(axis.comm) for axis in self._slicing)
-            self._late = HostUpdates(self._lower, self._spans, self._arena, self._unclipped, len(units), gathers)
+            self._late = HostUpdates(
+                self._lower, self._spans, self._arena, self._progress.unclipped, len(units), gathers
+            )
         parts: list[list[Part]] = []
         kinds = [self._kinds(unit, groups, kept) for unit in units]
         if layout.whole is not None:
@@ -200,12 +206,12 @@ class Builder:
 
     def _key(self) -> int:
         """Of this rank's random numbers in the step under way that no layer draws."""
-        return seed_of(self._plan.seed, "step", self._steps(), "rank", self._axes.world.mesh.rank)
+        return seed_of(self._plan.seed, "step", self._progress.steps(), "rank", self._axes.world.mesh.rank)
 
     def _random_numbers(self, techniques: Sequence[Technique]) -> RandomNumbers:
         """Torch's own streams, or numbers keyed by what they are of."""
         axes, plan = self._axes, self._plan
-        rows = Rows(axes.world, axes.data_rank, axes.data_ranks, plan.microbatches, self._steps)
+        rows = Rows(axes.world, axes.data_rank, axes.data_ranks, plan.microbatches, self._progress.steps)
         zones = next((each.zones for each in techniques if each.zones is not None), None)
         return random_numbers_of(self._model, plan.rng == "exact", plan.seed, rows, zones)
 

@@ -5,9 +5,10 @@ stage. `train_step` runs the same actions from a schedule.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from os import PathLike
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,22 +21,27 @@ from zeroshard.checkpoint import Saving
 from zeroshard.checkpoint.saving import Savings
 from zeroshard.comm.collectives import Comm
 from zeroshard.comm.mesh import Mesh, keep_freed_memory, shared_mesh
-from zeroshard.engine.build import Builder, OptimizerLike
+from zeroshard.engine.build import Builder, OptimizerLike, StepReadings
 from zeroshard.engine.forward import Forward
-from zeroshard.engine.readings import Readings
 from zeroshard.engine.state import State
-from zeroshard.engine.techniques import cut_of, decision_of, saving_of, step_ends_of, techniques_of
+from zeroshard.engine.techniques import cut_of, decision_of, recomputing_of, step_ends_of, techniques_of
 from zeroshard.errors import PlanError
 from zeroshard.losses.causal_models import set_loss_chunk
 from zeroshard.memory.ledger import Ledger
 from zeroshard.optim import BetweenSteps, members_of
 from zeroshard.parts.axes import Axes
+from zeroshard.parts.gradient_shares import GradientShare, shares_of
+from zeroshard.parts.part import SpeculationCounts
+from zeroshard.parts.planned import Work
+from zeroshard.parts.tables import MemoryTable, TrafficTable, memory_table, traffic_table
+from zeroshard.parts.technique import Technique
 from zeroshard.pipeline.buffers import whole_state_dict
 from zeroshard.pipeline.run.steps import PipelineOrder, scope_of
 from zeroshard.pipeline.stage import Stage, make_stage
 from zeroshard.plan import Plan
 from zeroshard.platform.accelerator import is_accelerator
 from zeroshard.precision.call import call_with
+from zeroshard.recompute.arena import ArenaUse
 from zeroshard.schedule import Layout, PipelineSchedule
 from zeroshard.step.backward import Backward
 from zeroshard.step.batch import loss_of
@@ -43,7 +49,9 @@ from zeroshard.step.decision import Verdict, check_settings
 from zeroshard.step.gradient_accumulation import OneStage
 from zeroshard.step.losses import Loss, StepLosses
 from zeroshard.step.sequence import AllRanks, Scope, StepOrder, StepResult, StepSequence, discard_gradients_on_error
-from zeroshard.traffic import merged
+from zeroshard.step.trace import Trace, traced
+from zeroshard.traffic import BETWEEN_TIERS, Count, Purpose, merged
+from zeroshard.units.forwards import layers_of
 from zeroshard.units.hooks import Hook
 from zeroshard.units.materialise import Initialiser
 from zeroshard.validation.arguments import check_arguments, check_options
@@ -55,7 +63,7 @@ from zeroshard.version import __version__
 LossFunction = Callable[[Any, Any], Any]
 
 
-class Engine(Readings):
+class Engine:
     """Trains `model` as `plan` says.
 
     Args:
@@ -92,51 +100,81 @@ class Engine(Readings):
         check_arguments(model, optimizer, plan)
         check_options(mesh, loss=loss, initialise=initialise)
         check_model(model)
-        self.model = model
-        self.plan = plan or Plan()
+        self.model, self.plan = model, plan or Plan()
         self.mesh = mesh or shared_mesh(self.plan.timeout)
-        if not is_accelerator(self.mesh.device):
-            keep_freed_memory()
-        budget = self.plan.device_budget
-        self.ledger = Ledger({} if budget is None else {"device": budget}, self.mesh.now)
-        self.mesh.platform.limit(self.mesh.device, budget)
+        self.ledger = self._limited_ledger()
         self._loss = loss or partial(loss_of, model)
         if not isinstance(optimizer, torch.optim.Optimizer):
             optimizer = optimizer(list(model.parameters()))  # of all stages; a list may be walked more than once
         check_alike(Comm(self.mesh), model, optimizer, self.plan)
         set_loss_chunk(model, self.plan.loss_chunk)
+        # Cut the model into stages, and place this rank on the axes.
         techniques = techniques_of(self.plan)
-        cut = cut_of(self.plan, techniques, self.mesh.ranks)
-        self._stage = make_stage(model, cut, self.mesh, example, self._run)
+        self._stage = make_stage(model, cut_of(self.plan, techniques, self.mesh.ranks), self.mesh, example, self._run)
         self._axes = Axes(self._stage, self.plan.shard_group, techniques)
-        self.world, self.comm, alike = self._axes.world, self._axes.dense.slices.comm, self._axes.alike
+        self.world, self.comm = self._axes.world, self._axes.dense.slices.comm
         tied, members = tied_names(model), members_of(optimizer, model)
-        terms = StepLosses(self.plan.nonfinite == "skip")
-        readings = (lambda: terms.likely(self.loss_scale), lambda: self.steps)
-        builder = Builder(model, self.plan, self._axes, self.ledger, self._stage, *readings)
+        # Materialise: flats with their weights, gradients and updaters.
+        losses = StepLosses(self.plan.nonfinite == "skip")
+        progress = StepReadings(lambda: self.steps, lambda: losses.likely(self.loss_scale))
+        builder = Builder(model, self.plan, self._axes, self.ledger, self._stage, progress)
         self._assembly = builder.build(optimizer, initialise, techniques)
         self._gatherer, self._late = self._assembly.gatherer, self._assembly.late
-        built = self._assembly.parts, self._gatherer, self._late
-        self._backward = Backward(*built, self.comm, terms, self.plan.scales_loss, self.plan.pipelined)
-        self._forward = Forward(model, self._assembly, self._backward, self.ledger)
-        around = (self._stage, self._assembly.parts, self._forward, self._axes.new)
-        self._assembly.recomputation = saving = saving_of(self.plan, model, *around)
-        writes = self._forward.writes
-        self._editing = Editing(self._assembly.parts, self._gatherer, self._late, self.world, writes)
-        self._step_ends = step_ends_of(model, self._stage, alike, techniques, saving)
-        self._decision = decision_of(self.plan, self._step_ends)
-        self._order = self._make_order()
+        # Equip: forward, backward, recomputation, the sequence of a step, checkpoints.
+        self.steps = self.skipped = 0
+        self.exposed: Mapping[str, float] = {}
+        self._equip(losses, techniques)
         self._state = State(model, self._assembly, self._axes, self.ledger, self._stage, tied)
         self._savings, self._takes_apart = Savings(), False
-        self._counts = {}
-        self.exposed: Mapping[str, float] = {}
-        self.steps = self.skipped = 0
-        self.schedule = self._order.actions
+        # Hook: the user's own calls of the model and the optimizer.
         model.register_state_dict_pre_hook(Hook(self._refuse_partial))
-        writes.watch()
+        self._forward.writes.watch()
         self._between_steps = BetweenSteps(self._assembly, self.world, members, self._discard, self.flush)
         guard(model, self._assembly.parts, self._forward, self.plan.pipelined)
+        self._sent: list[Mapping[Purpose, Count]] = []  # in the last step
         self._reset_counts()
+
+    def _limited_ledger(self) -> Ledger:
+        """The ledger of this rank's memory, under the plan's budget."""
+        if not is_accelerator(self.mesh.device):
+            keep_freed_memory()
+        budget = self.plan.device_budget
+        self.mesh.platform.limit(self.mesh.device, budget)
+        return Ledger({} if budget is None else {"device": budget}, self.mesh.now)
+
+    def _equip(self, losses: StepLosses, techniques: Sequence[Technique]) -> None:
+        """Make the objects along a step: backward, forward, recomputation, decision, sequence and order."""
+        plan, stage, axes, parts = self.plan, self._stage, self._axes, self._assembly.parts
+        self._backward = Backward(
+            parts, self._gatherer, self._late, self.comm, losses, plan.scales_loss, plan.pipelined
+        )
+        self._forward = Forward(self.model, self._assembly, self._backward, self.ledger)
+        writes = self._forward.writes
+        self._editing = Editing(parts, self._gatherer, self._late, self.world, writes)
+        self._recomputation, inputs = recomputing_of(plan, self.model, stage, parts, self._forward, axes.new)
+        self._step_ends = step_ends_of(self.model, stage, axes.alike, techniques, self._recomputation)
+        self._decision = decision_of(plan, self._step_ends)
+        self._order: StepOrder
+        if isinstance(stage, Stage):
+            scope = scope_of(stage, axes.alike, losses)
+            self._sequence = self._sequence_over(scope)
+            self._order = PipelineOrder(
+                stage, parts, self._sequence, scope, inputs, plan.recomputes, self.model, self._run
+            )
+        else:
+            self._sequence = self._sequence_over(AllRanks(axes, losses))
+            lists = PipelineSchedule("naive", Layout((1,)), plan.microbatches, reduce_each=plan.reduces_each_microbatch)
+            self._order = OneStage(
+                self.model, self.mesh, parts, self._gatherer, lists, self._sequence, self._run, lambda: self.steps
+            )
+        self.schedule = self._order.actions
+
+    def _sequence_over(self, scope: Scope) -> StepSequence:
+        """The sequence of a step that these ranks decide on together."""
+        return StepSequence(
+            self._assembly.parts, self._assembly.optimizer, self._late, self._backward, self._decision, self._axes,
+            scope, reconcile=partial(self._forward.writes.reconcile, thoroughly=True),
+        )  # fmt: skip
 
     @raises_budget_exceeded
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -148,7 +186,7 @@ class Engine(Readings):
             PlanError: gradients are on and the model is cut into stages. ModelError: dtypes do not fit in the forward.
         """
         with nullcontext() if torch.is_grad_enabled() else self._axes.evaluating():
-            return self._order.evaluate(args, kwargs)
+            return self._order.evaluate(*args, **kwargs)
 
     @raises_budget_exceeded
     def backward(self, loss: torch.Tensor, count: Any = None, penalty: torch.Tensor | None = None) -> None:
@@ -164,7 +202,7 @@ class Engine(Readings):
         Raises:
             BatchError: a sum in float16, or of several elements. `step` refuses a wrong count, on all ranks.
         """
-        self._stage.refuse("backward")
+        self._refuse_in_stages("backward")
         given = Loss(loss) if count is None and penalty is None else Loss.by_sum(loss, count, penalty)
         self._sequence.add(given)
 
@@ -193,7 +231,7 @@ class Engine(Readings):
             max_norm: the same on all ranks; infinity measures the norm alone, after any backward.
             norm_type: p of the p-norm, above 0; infinity for the largest magnitude.
         """
-        self._stage.refuse("clip_grad_norm")
+        self._refuse_in_stages("clip_grad_norm")
         norm = self._sequence.norm(self.steps, norm_type, max_norm) / self.loss_scale
         return self._decision.clip.limit(max_norm, norm, self._backward.count)
 
@@ -202,7 +240,7 @@ class Engine(Readings):
 
         Gradients that are not finite stay so, unless the plan ignores them: the step decides about them.
         """
-        self._stage.refuse("clip_grad_value")
+        self._refuse_in_stages("clip_grad_value")
         hides = self.plan.nonfinite == "ignore" and not self.plan.scales_loss
         factor = self._decision.clip.of(self._backward.count)
         self._sequence.clip_values(self.steps, clip_value, self.loss_scale / factor if factor else math.inf, hides)
@@ -216,11 +254,18 @@ class Engine(Readings):
             CommError: the ranks did different things, or a rank is gone. PlanError: no rank has any gradient.
             BatchError: a count is no number of 0 or more; or some losses are sums and others means.
         """
-        self._stage.refuse("step")
+        self._refuse_in_stages("step")
         self._refuse_in_gathered("step")
         self._assembly.parts.random_numbers.end_step()
         self._sequence.take(self.steps)
         return self._conclude(self._decision.last, None)
+
+    def _refuse_in_stages(self, method: str) -> None:
+        if self._stage.pipeline is not None:
+            raise PlanError(
+                f"engine.{method}() is for models in one stage, and this one is cut into {self.plan.pipeline.stages}: "
+                f"use engine.train_step(batch) to train and engine.state_dict() to take the weights out."
+            )
 
     def _refuse_in_gathered(self, method: str) -> None:
         if self._forward.writes.allowed:
@@ -275,7 +320,7 @@ class Engine(Readings):
         Raises:
             PlanError: ranks wrote different values; or the call is inside of the model's forward under stage 3.
         """
-        self._stage.refuse("gathered")
+        self._refuse_in_stages("gathered")
         if self._forward.writes.allowed and writer is None:
             return nullcontext()  # inside of another such context, which takes everything over
         if self._forward.writes.allowed:
@@ -424,29 +469,219 @@ class Engine(Readings):
         self.flush()
         check_replicas(self._assembly.parts, self.world, self._axes.named)
 
+    def __repr__(self) -> str:
+        skipped = f", {self.skipped} skipped" if self.skipped else ""
+        skipped += f"\n  {self.owners}" if self.owners else ""
+        return (
+            f"Engine of {type(self.model).__name__} ({self._state.numel:,} parameters)\n  {self.plan!r}\n"
+            f"  rank {self.rank} of {self.ranks} on {self.device}, {self.steps} steps{skipped}"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """An engine is one of a job's ranks, with its connections and buffers.
+
+        Raises:
+            PlanError: it was to be copied or pickled.
+        """
+        raise PlanError(
+            "The engine was to be copied or pickled, and it holds connections to other ranks and buffers that they "
+            "share. Save it by engine.save(path), or take engine.state_dict() or copy.deepcopy(engine.model)."
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes, and batches belong."""
+        return self.mesh.device
+
+    @property
+    def rank(self) -> int:
+        """This process among all, from 0."""
+        return self.mesh.rank
+
+    @property
+    def ranks(self) -> int:
+        """How many processes train together."""
+        return self.mesh.ranks
+
+    @property
+    def comms(self) -> list[Comm]:
+        """The collectives of each group that this rank is in."""
+        return self._axes.all
+
+    @property
+    def recomputed(self) -> int:
+        """How many forwards of blocks backwards have computed again so far; of chunks of a pipeline, none count."""
+        return getattr(self._recomputation, "recomputed", 0)
+
+    @property
+    def activation_decisions(self) -> list[dict[str, Any]]:
+        """What `recompute="auto"` does with each block of this rank, predicted beside measured."""
+        return getattr(self._recomputation, "decisions", [])
+
+    @property
+    def checkpoint_arena(self) -> ArenaUse | None:
+        """The use of the buffer of blocks' inputs, with `Activations(arena=True)`."""
+        return getattr(self._recomputation, "arena", None)
+
+    @property
+    def training(self) -> bool:
+        """Whether the model is in training mode."""
+        return self.model.training
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The user's optimizer, now over slices; give it to a learning-rate scheduler."""
+        return self._assembly.optimizer.optimizer
+
+    @property
+    def owners(self) -> str:
+        """What owners of whole parameters do and cost, in sentences; empty where slices are even."""
+        return self._assembly.optimizer.owners.summary
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor that `backward` puts on the loss."""
+        return self._decision.scale
+
+    @property
+    def seconds_waiting(self) -> float:
+        """How long this rank stood waiting for others in the last step."""
+        return sum(count.seconds for purpose, count in merged(self._sent).items() if purpose not in BETWEEN_TIERS)
+
+    @property
+    def speculation_counts(self) -> SpeculationCounts:
+        """Of the offloaded updates that ran beside backwards, how many were taken over, and how many undone."""
+        return self._late.speculation_counts
+
+    def watch_gradients(self, watcher: Callable[[list[GradientShare]], None]) -> None:
+        """Call `watcher` in each step from now on with this rank's shares of the mean gradients, before any clipping.
+
+        The loss scale and counts of losses are divided out; the values are copies on the host.
+        """
+        parts, ranks, losses = self._assembly.parts, self._stage.ranks_per_data_rank, self._backward.losses
+        self._decision.watcher = lambda: watcher(shares_of(parts, losses.gain * ranks / self.loss_scale))
+
+    def trace(self, memory: bool = False, profile: str | PathLike[str] | None = None) -> AbstractContextManager[Trace]:
+        """Keep when forwards, backwards, updates, copies and jobs of the host inside run; complete when it ends.
+
+        On a GPU, copies are entered when they are handed to their streams. A trace may be inside of another.
+
+        Args:
+            memory: keep every change of memory too, activations included, which slows the forward down.
+            profile: a folder for a profile by torch.profiler, in which each rank writes `rank0.json`, `rank1.json`
+                and so on when the trace ends; ui.perfetto.dev and chrome://tracing open them.
+        """
+        file = None if profile is None else Path(profile) / f"rank{self._axes.world.mesh.rank}.json"
+        ledger = self.ledger if memory else None
+        return traced(self._order.interpreter, self._late.background, ledger, file)
+
+    @property
+    def layer_readings(self) -> dict[str, Mapping[str, Any]]:
+        """Readings of this rank's mixtures of experts in the last step, over all data ranks, by the path of the layer.
+
+        Each has `load` (choices of each expert, before capacity), `dropped` (the part of all choices that had no
+        place), `entropy` (of the router, mean over tokens, nats), `most_by_mean` (load), `dead` (experts without a
+        token) and `losses` (weighted penalties by name, mean over forwards).
+        """
+        return {layer: reading for each in self._step_ends for layer, reading in each.readings.items()}
+
+    def all_layer_readings(self) -> dict[str, Mapping[str, Any]]:
+        """`layer_readings` of all stages on every rank; a collective call, if the model has such layers."""
+        if not any(each.reads for each in self._step_ends):
+            return {}
+        everyone = self._axes.world.agree_on(self.layer_readings, "readings of layers")
+        return {layer: reading for readings in everyone for layer, reading in readings.items()}
+
+    @property
+    def data_rank(self) -> int:
+        """Which batch this rank works on: its rank, or in a pipeline which replica of its stage it is."""
+        return self._axes.data_rank
+
+    @property
+    def data_ranks(self) -> int:
+        """How many batches, one per data rank, make up a step."""
+        return self._axes.data_ranks
+
+    @property
+    def knows_loss(self) -> bool:
+        """Whether `train_step` returns the loss here: everywhere, but on the last stage if nothing flushes."""
+        return not self.plan.streams or self._stage.is_last
+
+    @property
+    def reports(self) -> bool:
+        """Whether this is the one rank that is to speak for all: it knows the loss."""
+        place = self._stage.mesh if self.plan.streams else self.mesh
+        return self.knows_loss and place.rank == 0
+
+    @property
+    def pipeline(self) -> PipelineSchedule | None:
+        """The lists of all ranks, where the model is cut into stages."""
+        return self._stage.pipeline
+
+    @property
+    def layers(self) -> list[str]:
+        """The names of the layers on this rank, where the model is cut into stages."""
+        return [layer.name for layer in self._stage.layers]
+
+    @property
+    def split(self) -> tuple[str, ...]:
+        """The layers with which the chunks after the first begin; a plan with this `split` cuts the model alike."""
+        return self._stage.split
+
+    @property
+    def checkpoint_nbytes(self) -> int:
+        """Bytes of this rank's part of a checkpoint."""
+        return self._state.nbytes
+
+    @property
+    def order(self) -> dict[str, list[str]]:
+        """Under ZeRO 3, the units in the order in which each kind of pass gathers them; recorded in the first step."""
+        return self._assembly.gatherer.orders
+
+    @property
+    def units(self) -> list[str]:
+        """The names of the units in their fixed order."""
+        return [unit.label for unit in self._assembly.parts.units]
+
+    def layers_of(self, module: nn.Module) -> tuple[str, ...]:
+        """The layers around a module's forward on this rank, outermost first; docs/concepts/units.md has their names.
+
+        The last is "own", the forward of the module's class, or "user", one that was set on the module.
+
+        Raises:
+            PlanError: `module` is no module of this engine's model.
+        """
+        if not isinstance(module, nn.Module) or all(module is not each for each in self.model.modules()):
+            found = f"a {type(module).__name__} of elsewhere" if isinstance(module, nn.Module) else repr(module)
+            raise PlanError(
+                f"layers_of takes a module of the engine's model, and was given {found}. Pass engine.model, or one of "
+                f"its modules by engine.model.get_submodule('its.path')."
+            )
+        return layers_of(module)
+
+    def memory(self) -> MemoryTable:
+        """Bytes on this rank by category: planned by the formula, measured by the ledger.
+
+        Optimizer states appear with the first step, in which torch makes them.
+        """
+        return memory_table(self._assembly.parts, self.ledger, self._stage.planned())
+
+    def traffic(self) -> TrafficTable:
+        """Traffic of the last step over the wire: formula and measured."""
+        messages = self._order.planned_messages()
+        return traffic_table(self._assembly.parts, self._work, merged(self._sent), messages)
+
+    @property
+    def sent_so_far(self) -> dict[Purpose, Count]:
+        """Traffic of the step under way over the wire, by purpose."""
+        return merged(comm.counts for comm in self._axes.all)
+
     def _take_over(self) -> None:
         """Go on with the weights that were read."""
         self.world.agree(b"", "loaded")
         self._sequence.consume()
         self._order.reloaded()
         self._reset_counts()
-
-    def _make_order(self) -> StepOrder:
-        """Steps over one stage or several."""
-        plan, stage, parts = self.plan, self._stage, self._assembly.parts
-        if isinstance(stage, Stage):
-            scope = scope_of(stage, self._axes.alike, self._backward.losses)
-            self._sequence = self._make_sequence(scope)
-            return PipelineOrder(stage, parts, self._sequence, scope, plan.recomputes, self.model, self._run)
-        self._sequence = self._make_sequence(AllRanks(self._axes, self._backward.losses))
-        alone = PipelineSchedule("naive", Layout((1,)), plan.microbatches, reduce_each=plan.reduces_each_microbatch)
-        taken = (self._sequence, self._run, lambda: self.steps)
-        return OneStage(self.model, self.mesh, parts, self._gatherer, alone, *taken)
-
-    def _make_sequence(self, scope: Scope) -> StepSequence:
-        a, writes = self._assembly, self._forward.writes
-        reconcile = partial(writes.reconcile, thoroughly=True)
-        return StepSequence(a.parts, a.optimizer, a.late, self._backward, self._decision, self._axes, scope, reconcile)
 
     def _run(self, batch: Any) -> Loss:
         """The model's loss on a microbatch."""
@@ -465,7 +700,7 @@ class Engine(Readings):
         for each in self._step_ends:
             each.end_step(skipped)
         moved, self.exposed = self._late.background.reset()
-        self._counts = merged([self.sent_so_far, moved])
+        self._sent = [*(dict(comm.counts) for comm in self._axes.all), moved]
         self._reset_counts()
         return StepResult(self.steps, norm, scale, skipped, self._backward.losses.shown(loss))
 
@@ -481,3 +716,16 @@ class Engine(Readings):
                 "The parameters are sliced (zero=3), so the model's state_dict would hold NaN. Use "
                 "engine.state_dict(), or call model.state_dict() inside `with engine.gathered():` on every rank."
             )
+
+    def _work(self, unit: int) -> Work:
+        """A step of this rank on a unit."""
+        plan, around = self.plan, self._stage.ranks_per_data_rank
+        recomputation = self._recomputation
+        again = plan.microbatches * (recomputation is not None and recomputation.brings_twice(unit))
+        updates = plan.microbatches // (plan.microbatches_per_update * (around if plan.streams else 1))
+        return Work(
+            plan.microbatches,
+            self._order.gathers(unit) + again,
+            updates,
+            plan.reductions // around if plan.reductions > 1 else 1,
+        )

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from torch import nn
 
 from zeroshard.comm.collectives import Comm
 from zeroshard.engine.forward import Forward
 from zeroshard.moe.routing.statistics import MixtureSteps
-from zeroshard.parts.part import Parts
+from zeroshard.parts.part import ChunkInputs, Parts
 from zeroshard.parts.place import Axis
 from zeroshard.parts.technique import StepEnd, Technique, ranks_together
 from zeroshard.pipeline.policy import Cut
@@ -82,33 +83,62 @@ def cut_of(plan: Plan, techniques: Sequence[Technique], ranks: int) -> Cut:
     return Cut(plan.pipeline, schedule, plan.units, together)
 
 
-def saving_of(
+class RecomputedParts(NamedTuple):
+    """Recomputation under a plan.
+
+    Attributes:
+        blocks: recomputes them; None where every block keeps what it saved.
+        chunk_inputs: of a pipeline.
+    """
+
+    blocks: Recomputation | None
+    chunk_inputs: ChunkInputs
+
+
+def recomputing_of(
     plan: Plan,
     model: nn.Module,
     stage: Stage | WholeModel,
     parts: Parts,
     forward: Forward,
-    alike: Mapping[str, Axis],
-) -> Recomputation | None:
-    """What recomputes blocks under a plan, if anything does; `alike` has the axes of techniques by name."""
+    axes: Mapping[str, Axis],
+) -> RecomputedParts:
+    """Recomputation of blocks and of a pipeline's chunks.
+
+    Args:
+        axes: of techniques, by name.
+    """
     policy, of_blocks = plan.saving, plan.saving.of_blocks(plan.pipeline.stages)
-    keeps_inputs = policy.keeps_inputs(plan.pipeline.stages, plan.offloading.activations)
-    if not keeps_inputs:
-        return None
-    places = lambda: {place_of(buffer) for part in parts.all for buffer in part.versions.buffers}  # noqa: E731
-    draws, now, ledger = parts.random_numbers.again, stage.mesh.now, parts.arena.ledger
-    partition = CheckpointPartition(alike["tensor"].comm) if policy.partition else None
+    if not policy.keeps_inputs(plan.pipeline.stages, plan.offloading.activations):
+        return RecomputedParts(None, ChunkInputs())
     arena = CheckpointArena(stage.mesh.device, forward.hold) if policy.arena else None
-    touched = forward.hold, forward.gathered, draws, now, partition, arena, forward.saver
-    context = RecomputeContext(stage.mesh.device, ledger, places, *touched)
-    parts.keep_input = keeper_of(context, forward.hooks, plan.offloading.activations)
-    parts.inputs = arena if parts.keep_input is None else None
+    context = RecomputeContext(
+        device=stage.mesh.device,
+        ledger=parts.arena.ledger,
+        places=lambda: {place_of(buffer) for part in parts.all for buffer in part.versions.buffers},
+        hold=forward.hold,
+        gathered=forward.gathered,
+        draws=parts.random_numbers.again,
+        now=stage.mesh.now,
+        partition=CheckpointPartition(axes["tensor"].comm) if policy.partition else None,
+        arena=arena,
+        saver=forward.saver,
+    )
+    keep = keeper_of(context, forward.hooks, plan.offloading.activations)
+    chunk_inputs = ChunkInputs(arena if keep is None else None, keep)
     if not of_blocks and not policy.arena:
-        return None
-    blocks = stage.blocks()
-    splits = plan.tensor.splits, plan.experts.divides
-    inputs = RecomputeInputs(parts, stage.planned, stage.mesh, plan.pipelined, plan.streams, *splits)
-    return recomputation_of(policy, model, blocks if of_blocks else [], context, inputs)
+        return RecomputedParts(None, chunk_inputs)
+    inputs = RecomputeInputs(
+        parts=parts,
+        planned=stage.planned,
+        mesh=stage.mesh,
+        staged=plan.pipelined,
+        streams=plan.streams,
+        splits=plan.tensor.splits,
+        shares_experts=plan.experts.divides,
+    )
+    blocks = stage.blocks() if of_blocks else []
+    return RecomputedParts(recomputation_of(policy, model, blocks, context, inputs), chunk_inputs)
 
 
 def together_of(plan: Plan, ranks: int) -> int:

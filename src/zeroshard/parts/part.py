@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -374,6 +374,19 @@ class Scratch(Protocol):
         """Hand back a tensor that `take` returned."""
 
 
+class ChunkInputs(NamedTuple):
+    """Storage of the activations that enter a pipeline's chunks in training.
+
+    Attributes:
+        scratch: for them; None where they lie among the messages.
+        keep: keeps one in another place until its backward, and returns a function that gives it again; None where it
+            stays where it arrived.
+    """
+
+    scratch: Scratch | None = None
+    keep: Callable[[torch.Tensor], Callable[[], torch.Tensor]] | None = None
+
+
 @dataclass(slots=True)
 class Parts:
     """A model cut into units, with the parts of each unit.
@@ -383,9 +396,6 @@ class Parts:
         messages: scratch for what is sent to other ranks; the same arena where no memory is shared.
         gatherer: brings units that are sliced.
         random_numbers: that modules draw in training.
-        inputs: for the inputs of a pipeline's chunks in training; None where they lie among the messages.
-        keep_input: keeps such an input in another place until its backward, and returns what gives it again; None where
-            it stays where it arrived.
     """
 
     units: Sequence[Unit]
@@ -394,8 +404,6 @@ class Parts:
     messages: Arena
     gatherer: Gatherer
     random_numbers: RandomNumbers
-    inputs: Scratch | None = None
-    keep_input: Callable[[torch.Tensor], Callable[[], torch.Tensor]] | None = None
 
     @property
     def all(self) -> list[Part]:

@@ -240,17 +240,6 @@ class Stage:
             chunks[chunk] += size
         return max(chunks.values(), default=0), "the largest of its chunks"
 
-    def refuse(self, what: str) -> None:
-        """Refuse a method of an engine that is for models in one stage.
-
-        Raises:
-            PlanError: always.
-        """
-        raise PlanError(
-            f"engine.{what}() is for models in one stage, and this one is cut into {self.pipeline.layout.stages}: use "
-            f"engine.train_step(batch) to train and engine.state_dict() to take the weights out."
-        )
-
     def stage_of_buffer(self, module: nn.Module, name: str) -> int:
         """The stage to which a buffer belongs: the one that runs its module."""
         return self.chunk_of_layer(self.chain.layer_of_buffer(module, name)) % self.pipeline.layout.stages

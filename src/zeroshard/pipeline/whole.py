@@ -114,6 +114,3 @@ class WholeModel:
     def planned(self) -> Iterator[Planned]:
         """Nothing is borrowed."""
         yield from ()
-
-    def refuse(self, what: str) -> None:
-        """All methods of an engine are for it."""

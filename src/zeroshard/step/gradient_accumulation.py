@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ class OneStage:
     Attributes:
         actions: this rank's list.
         interpreter: of the actions.
+        evaluate: the model's own forward.
     """
 
     def __init__(
@@ -44,7 +46,8 @@ class OneStage:
         run: Run,
         steps: Callable[[], int],
     ) -> None:
-        self._model, self._mesh, self._all, self._run = model, mesh, parts, run
+        self.evaluate: Callable[..., Any] = partial(call, model)
+        self._mesh, self._all, self._run = mesh, parts, run
         self._backward, self._sequence, self._steps = sequence.backward, sequence, steps
         self.actions: Schedule = gatherer.lower(pipeline.step(0))
         verify([self.actions])
@@ -76,10 +79,6 @@ class OneStage:
         finally:
             self._batch, self._parts = None, []
         return self._mean
-
-    def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The output of the model."""
-        return call(self._model, *args, **kwargs)
 
     def flush(self) -> None:
         """Nothing is in flight."""

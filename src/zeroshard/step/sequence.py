@@ -97,7 +97,7 @@ class StepOrder(Protocol):
     def step(self, batch: Any) -> torch.Tensor | None:
         """One step on this data rank's batch; the mean loss, where it is known."""
 
-    def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """The output of the whole model for this data rank's arguments."""
 
     def flush(self) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from zeroshard.comm.collectives import Purpose
-from zeroshard.parts.part import MicrobatchRows, Parts
+from zeroshard.parts.part import ChunkInputs, MicrobatchRows, Parts
 from zeroshard.pipeline.cut.bypass import Bypass
 from zeroshard.pipeline.run.chunks import Chunks
 from zeroshard.pipeline.run.messages import Entering, Messages, Shape, widened
@@ -78,13 +78,14 @@ class Executor:
         sequence: StepSequence,
         run: Run,
         losses: dict[int, Tensor],
+        inputs: ChunkInputs,
         recomputes: bool,
     ) -> None:
-        self._stage, self._model, self._sequence, self._backward = stage, parts, sequence, sequence.backward
+        self._stage, self._sequence, self._backward, self._keeps = stage, sequence, sequence.backward, inputs.keep
         self._run, self._losses = run, losses
         around = stage.chain.modules, stage.mesh.device, parts.arena.ledger
         self._replays = Replays(*around) if recomputes else None
-        self.messages, self.random_numbers = Messages(stage, parts.messages, parts.inputs), parts.random_numbers
+        self.messages, self.random_numbers = Messages(stage, parts.messages, inputs.scratch), parts.random_numbers
         self.tied = TiedWeights(stage, parts, self.messages)
         self._flights: dict[Key, _Flight] = {}
         self._out: dict[tuple[Kind, int, int], Tensor] = {}
@@ -181,14 +182,13 @@ class Executor:
 
     def _put_aside(self, flight: _Flight) -> None:
         """Keep what entered a chunk that is computed again where the plan says, not in the buffer of its message."""
-        keep = self._model.keep_input
-        if keep is not None and flight.hidden is not None:
-            flight.kept, flight.hidden = keep(flight.hidden), None
+        if self._keeps is not None and flight.hidden is not None:
+            flight.kept, flight.hidden = self._keeps(flight.hidden), None
             self._release(flight)
 
     def _compute_once(self, action: Action, flight: _Flight) -> tuple[Any, Bypass]:
         """A forward whose graph is kept; the graph alone holds what entered, if that is not to stay in its buffer."""
-        if self._model.keep_input is None or flight.hidden is None:
+        if self._keeps is None or flight.hidden is None:
             return self._compute(action, flight)
         arrived, flight.back = flight.hidden.detach(), []
         leaf = arrived.new_empty(0).requires_grad_()

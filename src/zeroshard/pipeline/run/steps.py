@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from zeroshard.comm.collectives import Comm, Purpose
 from zeroshard.errors import PlanError
-from zeroshard.parts.part import Parts
+from zeroshard.parts.part import ChunkInputs, Parts
 from zeroshard.pipeline.cut.bypass import NUMBERS, SentValues
 from zeroshard.pipeline.cut.origins import ReturnedValue
 from zeroshard.pipeline.run.executor import Executor, Microbatch
@@ -115,6 +115,7 @@ class PipelineOrder:
         parts: Parts,
         sequence: StepSequence,
         scope: ThisStage,
+        inputs: ChunkInputs,
         recomputes: bool,
         model: nn.Module,
         run: Run,
@@ -124,7 +125,7 @@ class PipelineOrder:
         if pipeline.streams:
             _stash(stage, parts, sequence.backward)
             run = means_alone(run, pipeline.name)
-        self.executor = Executor(stage, parts, sequence, run, scope.losses, recomputes)
+        self.executor = Executor(stage, parts, sequence, run, scope.losses, inputs, recomputes)
         self.interpreter = self.executor.interpreter
         self.fed = 0
         self.actions = pipeline.step(stage.rank)
@@ -176,7 +177,7 @@ class PipelineOrder:
         """The weights were replaced: lend them anew; a collective call."""
         self.executor.tied.lend_again()
 
-    def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """The output of the whole model for this data rank's arguments, on each of its ranks; with gradients off.
 
         Raises:
