@@ -56,6 +56,7 @@ TOY = {  # words behind the name of each script; KEPT is a file for its figures
     "random_plans.py": "--count 2 --json KEPT",
     "recompute.py": "--layers 2 --width 16 --rows 1 --context 8 --steps 2 --json KEPT",
     "recompute_auto.py": "--layers 2 --width 16 --rows 1 --context 8 --steps 2 --budgets 1 --json KEPT",
+    "recompute_means.py": "--layers 2 --widths 16 --rows 1 --context 8 --steps 2 --engines 1 --budgets 1 --json KEPT",
     "rng.py": "--sizes tiny --batches 1 --steps 2 --json KEPT",
     "soak.py": "--only F21 --forged 2 --quick --json KEPT",
     "startup.py": "--part scripts --pairs 1 --size 1M --scripts zero3-shared",
