@@ -27,9 +27,9 @@ from torch import Tensor
 import zeroshard as zs
 from zeroshard.recompute.auto.auto_recomputation import AutoRecomputation
 from zeroshard.recompute.auto.decision import PassChain, Rules
-from zeroshard.recompute.auto.kept_parts import KeptPart
 from zeroshard.recompute.auto.meter import BlockMeasures, PassMeasures, alike
 from zeroshard.recompute.auto.stored import BySavers
+from zeroshard.recompute.auto.ways import KeptPart
 from zeroshard.train.gpt import GPT, GPTConfig
 
 ROOM = "4GiB"
@@ -38,11 +38,6 @@ STORING: dict[str, dict[str, Any]] = {
     "host": {"offload": "activations"},
     "compressed": {"activations": zs.Activations("auto", compress=("binarize", "sparse"))},
 }
-
-
-def no_results(part: KeptPart) -> bool:
-    """Whether a block keeps no results of operations."""
-    return not part.operations
 
 
 def no_tails(part: KeptPart) -> bool:
@@ -56,7 +51,6 @@ def nothing_remade(part: KeptPart) -> bool:
 
 
 MEANS: dict[str, Callable[[KeptPart], bool]] = {
-    "results of operations": no_results,
     "kept tails": no_tails,
     "remade tensors": nothing_remade,
 }
@@ -67,11 +61,10 @@ class PartialChain(PassChain):
 
     def __init__(self, measures: PassMeasures, rules: Rules, allowed: Callable[[KeptPart], bool]) -> None:
         super().__init__(measures, rules)
-        costs = []
-        for cost in self._costs:
-            ways = [way for way in cost.ways if isinstance(way.choice, KeptPart) and allowed(way.choice)]
-            costs.append(replace(cost, ways=tuple(ways)))
-        self._costs = costs
+        self._ways = [
+            [ways[0], *(way for way in ways[1:-1] if allowed(way.part)), ways[-1]]  # whole, in part, the input alone
+            for ways in self._ways
+        ]
 
 
 def engine_of(config: GPTConfig, **plan: Any) -> zs.Engine:
@@ -118,9 +111,7 @@ def variants(measures: PassMeasures, stores: tuple[BySavers, ...]) -> Iterator[t
     yield "all", PartialChain(bare, Rules(False), everything)
     for name, allowed in MEANS.items():
         yield name, PartialChain(bare, Rules(False), allowed)
-    yield "nested orders", PartialChain(bare, Rules(True), everything)
-    yield "kept parts (the first two)", PartialChain(bare, Rules(False), lambda p: no_results(p) and no_tails(p))
-    yield "all of these", PartialChain(bare, Rules(True), nothing)
+    yield "all of these", PartialChain(bare, Rules(False), nothing)
 
 
 def table_of(config: GPTConfig, options: argparse.Namespace) -> dict[str, Any]:
@@ -133,12 +124,12 @@ def table_of(config: GPTConfig, options: argparse.Namespace) -> dict[str, Any]:
         measures = measured(config, tokens, options.engines, **plan)
         stores = (BySavers(0, store),) if store else ()
         chains = dict(variants(measures, stores))
-        low, high = PassChain(without_stored(measures), Rules(True)).least, chains["all"].decide(2**60)
+        low, high = PassChain(without_stored(measures), Rules(False)).least, chains["all"].decide(2**60)
         assert high is not None
         top = high.peak + chains["all"].outside
         budgets = [low + (top - low) * n // (options.budgets + 1) for n in range(1, options.budgets + 1)]
         if not store:
-            rows |= {"budgets": budgets, "least": {"nested": chains["all"].least, "alone": low}, "kept": top}
+            rows |= {"budgets": budgets, "least": low, "kept": top}
         for name, chain in chains.items():
             found = [chain.decide(budget) for budget in budgets]
             label = f"{name}: {store}" if store else name

@@ -12,9 +12,8 @@ from zeroshard.parts.part import Parts
 from zeroshard.parts.planned import Planned
 from zeroshard.parts.tables import planned_bytes
 from zeroshard.recompute.auto.auto_recomputation import AutoRecomputation
-from zeroshard.recompute.auto.budget import ActivationBudget
+from zeroshard.recompute.auto.budget import ActivationBudget, FirstStep
 from zeroshard.recompute.auto.decision import Rules
-from zeroshard.recompute.auto.first_step import FirstStep
 from zeroshard.recompute.auto.stored import choices_of
 from zeroshard.recompute.context import RecomputeContext
 from zeroshard.recompute.operations import operations_of

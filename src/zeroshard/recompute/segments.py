@@ -125,12 +125,10 @@ def keep_input(tensor: Tensor, hooks: Hooks | None, context: RecomputeContext, p
 class _Linked:
     """A tensor that an earlier region of the segment makes ([Note: links])."""
 
-    __slots__ = ("leaf", "region", "requires_grad", "storage")
+    __slots__ = ("leaf", "region", "requires_grad")
 
     def __init__(self, region: int, leaf: int, tensor: Tensor) -> None:
         self.region, self.leaf, self.requires_grad = region, leaf, tensor.requires_grad
-        strided = tensor.layout is torch.strided
-        self.storage = place_of(tensor), tensor.untyped_storage().nbytes() if strided else 0
 
 
 class SavedSlot:
@@ -239,16 +237,6 @@ class Region:
         """Bytes of buffers that are kept as they were before the forward."""
         return self._replay.nbytes
 
-    @property
-    def links(self) -> list[tuple[int, int]]:
-        """What it takes from earlier regions of the segment, as (region, leaf)."""
-        return [(each.region, each.leaf) for each in self._arguments if isinstance(each, _Linked)]
-
-    @property
-    def taken(self) -> list[tuple[int, tuple[int, int]]]:
-        """The same as (region, (storage, bytes))."""
-        return [(each.region, each.storage) for each in self._arguments if isinstance(each, _Linked)]
-
     def arguments(self, made: Made) -> Any:
         """What the block takes, with what earlier regions of the segment `made`; what was one tensor is one again."""
         again: dict[int, Any] = {}
@@ -262,14 +250,13 @@ class Region:
                 again[id(each)] = each
         return tree_unflatten([again[id(each)] for each in self._arguments], self._spec)
 
-    def compute(self, context: RecomputeContext, made: Made, whole: bool, fill: bool = True) -> list[Any]:
+    def compute(self, context: RecomputeContext, made: Made, whole: bool) -> list[Any]:
         """Compute the forward again, fill the slots, and return the leaves of its output.
 
         Args:
             whole: whether its output is needed; else it ends with the last slot.
-            fill: whether slots are filled.
         """
-        capture: _Capture | _Dropped = _Capture(self, context, whole) if fill else _Dropped()
+        capture = _Capture(self, context, whole)
         args, kwargs = self.arguments(made)
         began = context.now()
         self.asked, self.again = 0, True
@@ -335,16 +322,6 @@ class _Capture:
         self.unlike = self.unlike or not (slot.sample is None or agrees(tensor, slot.sample))
         if not (self.waiting or self._whole or self.unlike):
             raise _Enough
-
-
-class _Dropped:
-    """Drops what a recomputation saves that is on its way to a later block."""
-
-    unlike = False
-
-    def hooks(self) -> saved_tensors_hooks:
-        """The context of the recomputation."""
-        return saved_tensors_hooks(lambda tensor: None, _read_again)
 
 
 class BlockSegment:

@@ -30,9 +30,7 @@ from zeroshard.memory.ledger import Category, Ledger
 from zeroshard.planner.predict.rehearse import Rehearsed, TrainingTask, rehearse
 from zeroshard.recompute.auto import decision as chain_decision
 from zeroshard.recompute.auto.decision import PassChain, PassDecision, Rules
-from zeroshard.recompute.auto.kept_parts import part_of
 from zeroshard.recompute.auto.meter import BlockMeasures, PassMeasures, alike
-from zeroshard.recompute.auto.rotor import SavedBlock
 from zeroshard.recompute.auto.stored import DROPPABLE, BySavers, Clocks, StoredCosts, ahead_of, measured
 from zeroshard.saved.savers import Savers
 from zeroshard.train.gpt import GPT
@@ -75,9 +73,8 @@ def quickly_stored(blocks: list[BlockMeasures]) -> list[BlockMeasures]:
     found = []
     for block in blocks:
         stored = tuple(None if each is None else replace(each, own=1e-3, down=0.0, up=0.0) for each in block.stored)
-        operations = tuple(replace(each, seconds=0.0) for each in block.operations)
         tails = tuple(replace(each, seconds=1.0) for each in block.tails)
-        found.append(replace(block, seconds=1.0, again=1.0, operations=operations, tails=tails, stored=stored))
+        found.append(replace(block, seconds=1.0, again=1.0, tails=tails, stored=stored))
     return found
 
 
@@ -482,13 +479,13 @@ def decided(blocks: list[BlockMeasures], budget: int) -> PassDecision:
 
 def stored_blocks(decision: PassDecision) -> dict[int, int]:
     """By the number of a block that savers store, the number of their choice."""
-    parts = {item.block: part_of(item) for item in decision.items if isinstance(item, SavedBlock)}
-    return {block: part.by.number for block, part in parts.items() if part is not None and part.by is not None}
+    by = {number: way.part.by for number, way in enumerate(decision.ways)}
+    return {number: each.number for number, each in by.items() if each is not None}
 
 
 def chain(costs: StoredCosts, count: int = 12, seconds: float = 1.0) -> list[BlockMeasures]:
     """Blocks that save 10 MiB, of which 1 MiB are their output."""
-    return [BlockMeasures("", seconds, MIB, 0, 10 * MIB, MIB, seconds, 10, stored=(costs,)) for _ in range(count)]
+    return [BlockMeasures("", seconds, MIB, 10 * MIB, MIB, seconds, 10, stored=(costs,)) for _ in range(count)]
 
 
 def test_a_fast_link_takes_all_that_has_no_room() -> None:

@@ -1,4 +1,4 @@
-"""Measurements of blocks in a forward: seconds, bytes that enter, are saved and leave, and those of each operation.
+"""Measurements of blocks in a forward: seconds, and bytes that enter, are saved and leave.
 
 Bytes are those of storages, each once, without weights; the weak reference to a storage keeps its address from being
 given out again while it is known.
@@ -15,33 +15,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from zeroshard.recompute.auto.remade import RemadeCosts
+from zeroshard.recompute.auto.remade import NotSaved, RemadeCosts, costs_of, epsilons_of, next_number
 from zeroshard.recompute.auto.stored import StoredCosts, fastest, of_both
-from zeroshard.recompute.operations import kept_operations
+from zeroshard.recompute.segments import Hooks, Region, SavedSlot, read
+from zeroshard.saved.kept import Kept
 from zeroshard.units.hooks import place_of
 
 CALL = 3e-6  # seconds of an operation in autograd, beside its computation
 Clock = Callable[[], float]
 PassKey = tuple[Any, ...]  # of a forward: the number of its first block, and the shapes of what that takes
-
-
-@dataclass(frozen=True, slots=True)
-class OperationCosts:
-    """One operation whose results can be kept.
-
-    Attributes:
-        number: among those of its block.
-        nbytes: of its results, but for the block's output.
-        beside: of these, bytes that the block does not save for its backward anyway.
-        seconds: of computing them.
-        name: of the operation.
-    """
-
-    number: int
-    nbytes: int
-    beside: int
-    seconds: float
-    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +35,15 @@ class SavedTail:
         nbytes: of them, but for the block's output.
         seconds: of the block's forward up to there.
         calls: operations up to there.
-        operations: those of them whose results can be kept.
     """
 
     first: int
     nbytes: int
     seconds: float
     calls: int
-    operations: int
 
 
-Timed = TypeVar("Timed", OperationCosts, SavedTail, RemadeCosts)
+Timed = TypeVar("Timed", SavedTail, RemadeCosts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +54,12 @@ class BlockMeasures:
         name: of its module.
         seconds: of its forward.
         entering: bytes of what it takes from the block before it.
-        kept: bytes of what else it takes, which are kept in any case.
         saved: bytes that it saves beside them, with its output.
         leaving: bytes of its output.
         again: seconds of its forward up to the last tensor that it saves.
         calls: operations that it calls.
         sums: bytes of what ranks summed in it, which a recomputation does not sum again.
-        operations: those whose results can be kept, up to there.
+        kept: bytes that stay in any case between the block before and this one, such as those of blocks left alone.
         copied: bytes of buffers that it changes; computed again, it may save the copies that it meets then.
         tails: of what it saves, the shortest first.
         stored: what it takes to have the plan's savers store what it saves, by their choice; None if they do not.
@@ -90,13 +69,12 @@ class BlockMeasures:
     name: str
     seconds: float
     entering: int
-    kept: int
     saved: int
     leaving: int
     again: float
     calls: int
     sums: int = 0
-    operations: tuple[OperationCosts, ...] = ()
+    kept: int = 0
     copied: int = 0
     tails: tuple[SavedTail, ...] = ()
     stored: tuple[StoredCosts | None, ...] = ()
@@ -104,19 +82,9 @@ class BlockMeasures:
 
     def highest(self, other: "BlockMeasures") -> "BlockMeasures":
         """The larger bytes of two ranks; the seconds are this one's."""
-        sizes = ("entering", "kept", "saved", "leaving", "sums", "copied")
+        sizes = ("entering", "saved", "leaving", "sums", "kept", "copied")
         most = {name: max(getattr(self, name), getattr(other, name)) for name in sizes}
         return replace(self, **most, stored=tuple(map(of_both, self.stored, other.stored)))
-
-
-@dataclass(slots=True)
-class _Call:
-    """An operation as it was seen."""
-
-    number: int | None
-    name: str
-    seconds: float
-    places: tuple[tuple[int, int], ...]  # storages of its results, with their bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +94,6 @@ class _Saved:
     number: int
     place: int | None
     calls: int
-    keepable: int
 
 
 class BlockMeter(TorchDispatchMode):
@@ -143,9 +110,8 @@ class BlockMeter(TorchDispatchMode):
         self._name, self._now, self._known = name, now, known
         self._refs: list[StorageWeakRef] = []
         self._saved: dict[int, int] = {}
-        self._calls: list[_Call] = []
+        self._calls: list[float] = []  # seconds of each operation
         self._events: list[_Saved] = []
-        self._keepable = 0
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -154,13 +120,7 @@ class BlockMeter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         start = self._now()
         result = func(*args, **(kwargs or {}))
-        seconds = self._now() - start
-        number: int | None = None
-        places: tuple[tuple[int, int], ...] = ()
-        if keepable(func):
-            number, self._keepable = self._keepable, self._keepable + 1
-            places = tuple(self._place(each) for each in tree_leaves(result) if isinstance(each, Tensor))
-        self._calls.append(_Call(number, func._schema.name.removeprefix("aten::"), seconds, places))
+        self._calls.append(self._now() - start)
         return result
 
     def saves(self, tensor: Tensor, number: int, new: bool) -> None:
@@ -168,25 +128,15 @@ class BlockMeter(TorchDispatchMode):
         place: int | None = None
         if new and not isinstance(tensor, nn.Parameter) and place_of(tensor) not in self._known:
             place, self._saved[place] = self._place(tensor)
-        self._events.append(_Saved(number, place, len(self._calls), self._keepable))
+        self._events.append(_Saved(number, place, len(self._calls)))
 
-    def ends(self, output: Any, entering: int, kept: int, sums: int) -> BlockMeasures:
+    def ends(self, output: Any, entering: int, sums: int) -> BlockMeasures:
         """The block has returned its output."""
         leaves = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
         out = {place: n for place, n in map(self._place, leaves) if place not in self._known}
-        saved = self._saved | out
-        found = []
-        last = self._events[-1] if self._events else None
-        for call in self._calls[: last.calls if last else 0]:
-            places = {place: n for place, n in call.places if place not in out}
-            beside = sum(n for place, n in places.items() if place not in saved)
-            if call.number is not None:
-                found.append(OperationCosts(call.number, sum(places.values()), beside, call.seconds, call.name))
-        of_saved, leaving, calls = sum(saved.values()), sum(out.values()), len(self._calls)
-        seconds, again = _seconds(self._calls), _seconds(self._calls[: last.calls if last else 0])
-        measures = BlockMeasures(
-            self._name, seconds, entering, kept, of_saved, leaving, again, calls, sums, tuple(found)
-        )
+        seconds, again = _seconds(self._calls), _seconds(self._calls[: self._events[-1].calls if self._events else 0])
+        saved, leaving = sum((self._saved | out).values()), sum(out.values())
+        measures = BlockMeasures(self._name, seconds, entering, saved, leaving, again, len(self._calls), sums)
         return replace(measures, tails=tuple(self._tails(out)))
 
     def _tails(self, out: Mapping[int, int]) -> Iterator[SavedTail]:
@@ -198,7 +148,7 @@ class BlockMeter(TorchDispatchMode):
             if before.calls < event.calls:
                 nbytes = sum(self._saved[place] for place in kept)
                 seconds = _seconds(self._calls[: before.calls])
-                yield SavedTail(event.number, nbytes, seconds, before.calls, before.keepable)
+                yield SavedTail(event.number, nbytes, seconds, before.calls)
 
     def _place(self, tensor: Tensor) -> tuple[int, int]:
         if tensor.layout is not torch.strided:
@@ -208,16 +158,8 @@ class BlockMeter(TorchDispatchMode):
         return storage._cdata, storage.nbytes()
 
 
-def _seconds(calls: Sequence[_Call]) -> float:
-    return sum(call.seconds for call in calls) + CALL * len(calls)
-
-
-_KNOWN = kept_operations(())  # others may return what kernels outside of torch write into later
-
-
-def keepable(operation: Any) -> bool:
-    """Whether results of an operation can be given back: a product, or of a class that "selective" computes again."""
-    return not operation._schema.is_mutable and _KNOWN(operation)
+def _seconds(calls: Sequence[float]) -> float:
+    return sum(calls) + CALL * len(calls)
 
 
 @dataclass(slots=True)
@@ -252,20 +194,17 @@ def alike(blocks: Sequence[BlockMeasures]) -> list[BlockMeasures]:
 
 
 def _kind(block: BlockMeasures) -> Any:
-    names = tuple((each.number, each.name, each.nbytes) for each in block.operations)
     tails = tuple((each.first, each.nbytes) for each in block.tails)
     made = tuple((each.recipes, each.nbytes) for each in block.remade)
-    return block.saved, block.leaving, block.calls, names, tails, tuple(each is None for each in block.stored), made
+    return block.saved, block.leaving, block.calls, tails, tuple(each is None for each in block.stored), made
 
 
 def _fastest(block: BlockMeasures, others: Sequence[BlockMeasures]) -> BlockMeasures:
     seconds, again = min(each.seconds for each in others), min(each.again for each in others)
-    operations = _least_seconds(block.operations, [other.operations for other in others])
     tails = _least_seconds(block.tails, [other.tails for other in others])
     stored = tuple(map(fastest, block.stored, zip(*(other.stored for other in others), strict=True)))
     remade = _least_seconds(block.remade, [other.remade for other in others])
-    changed = replace(block, seconds=seconds, again=again, operations=operations)
-    return replace(changed, tails=tails, stored=stored, remade=remade)
+    return replace(block, seconds=seconds, again=again, tails=tails, stored=stored, remade=remade)
 
 
 def _least_seconds(these: Sequence[Timed], others: Sequence[Sequence[Timed]]) -> tuple[Timed, ...]:
@@ -273,3 +212,66 @@ def _least_seconds(these: Sequence[Timed], others: Sequence[Sequence[Timed]]) ->
         replace(each, seconds=min(same.seconds for same in several))
         for each, *several in zip(these, *others, strict=True)
     )
+
+
+class SavedWatch:
+    """Keeps what a block saves until it has been measured, whatever the plan does with it.
+
+    Args:
+        region: the forward.
+        meter: counts each tensor that is saved.
+        hooks: what takes them.
+        is_new: whether a tensor takes bytes that nothing else has.
+    """
+
+    def __init__(self, region: Region, meter: BlockMeter, hooks: Hooks, is_new: Callable[[Tensor], bool]) -> None:
+        self._region, self._meter, self._inner, self._is_new = region, meter, hooks, is_new
+        self._saved: list[tuple[int, Tensor, bool]] = []  # its number, and whether it is new
+        self._slots: list[SavedSlot] = []  # that hold their tensors for the measurement alone
+        self._since, self._reads = next_number(), False
+
+    @property
+    def hooks(self) -> Hooks:
+        """What takes saved tensors now."""
+        return self._pack, self._unpack
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The saved tensors, but for weights."""
+        return [tensor for _, tensor, _ in self._saved if place_of(tensor) != -1]
+
+    def remade(self, output: Any, now: Callable[[], float]) -> tuple[RemadeCosts, ...]:
+        """The storages that the block, which has returned its output, need not keep."""
+        out = {place_of(leaf) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)}
+        within = [(number, tensor) for number, tensor, new in self._saved if new and place_of(tensor) not in out]
+        block: nn.Module = self._region.call.module
+        self._reads = True
+        try:
+            return costs_of(within, self._since, epsilons_of(block), now)
+        finally:
+            self._reads = False
+
+    def end(self) -> None:
+        """Free everything: the hooks live as long as the graph, which would hold itself through them."""
+        for slot in self._slots:
+            slot.held = None
+        self._slots.clear()
+        self._saved.clear()
+
+    def _pack(self, tensor: Tensor) -> Any:
+        new, slot = self._is_new(tensor), self._inner[0](tensor)
+        if isinstance(slot, SavedSlot):
+            number = len(self._region.slots) - 1
+            self._meter.saves(tensor, number, new)
+            self._saved.append((number, tensor, new))
+            if slot.held is None:
+                slot.held = Kept(tensor)
+                self._slots.append(slot)
+        return slot
+
+    def _unpack(self, slot: Any) -> Tensor:
+        if not self._reads:
+            return self._inner[1](slot)
+        if not isinstance(slot, SavedSlot):  # a weight, which may have to be gathered
+            raise NotSaved
+        return read(slot)

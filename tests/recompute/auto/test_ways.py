@@ -16,8 +16,8 @@ import zeroshard as zs
 from zeroshard.errors import BudgetExceeded
 from zeroshard.recompute.auto import decision as chain_decision
 from zeroshard.recompute.auto.dropping import KeptSegment
-from zeroshard.recompute.auto.kept_parts import KeptPart, lower_hull, ways_of
-from zeroshard.recompute.auto.meter import BlockMeasures, OperationCosts, SavedTail
+from zeroshard.recompute.auto.meter import BlockMeasures, SavedTail
+from zeroshard.recompute.auto.ways import lower_hull, parts_of
 
 
 class Calls(TorchDispatchMode):
@@ -51,10 +51,9 @@ def tails_alone(blocks: list[BlockMeasures]) -> list[BlockMeasures]:
     """The shortest tail spares half of a block's time; nothing else does any."""
     found = []
     for block in blocks:
-        operations = tuple(replace(each, seconds=0.0) for each in block.operations)
         shortest = min(each.nbytes for each in block.tails if each.nbytes)
         tails = tuple(replace(each, seconds=0.5 if each.nbytes >= shortest else 1.0) for each in block.tails)
-        found.append(replace(block, seconds=1.0, again=1.0, operations=operations, tails=tails, remade=()))
+        found.append(replace(block, seconds=1.0, again=1.0, tails=tails, remade=()))
     return found
 
 
@@ -140,8 +139,8 @@ class _Region:
         self.dropped = True
 
 
-def tail(first: int, nbytes: int, seconds: float, operations: int = 9) -> SavedTail:
-    return SavedTail(first, nbytes, seconds, first, operations)
+def tail(first: int, nbytes: int, seconds: float) -> SavedTail:
+    return SavedTail(first, nbytes, seconds, first)
 
 
 def test_the_hull_has_no_tail_above_a_line_between_two_others() -> None:
@@ -168,14 +167,9 @@ def _line(hull: list[SavedTail], nbytes: int) -> float:
     return hull[-1].seconds
 
 
-def test_ways_spare_more_seconds_for_more_bytes_and_ask_for_no_operation_behind_their_end() -> None:
-    operations = tuple(OperationCosts(n, 100 * (n + 1), 0, 0.1 * (n + 1), f"mm {n}") for n in range(5))
-    block = BlockMeasures("block", 2.0, 50, 0, 2000, 50, 1.5, 20, operations=operations,
-                          tails=(tail(9, 40, 1.0, 3), tail(5, 400, 0.2, 1)))  # fmt: skip
-    ways = ways_of(block)
+def test_ways_spare_more_seconds_for_more_bytes() -> None:
+    tails = tail(9, 40, 1.0), tail(5, 400, 0.2), tail(3, 3000, 0.1)
+    ways = parts_of(BlockMeasures("block", 2.0, 50, 2000, 50, 1.5, 20, tails=tails))
     for fewer, more in pairwise(ways):
-        assert fewer.held < more.held < block.saved and fewer.seconds > more.seconds
-    parts = [way.choice for way in ways if isinstance(way.choice, KeptPart)]
-    assert len(parts) == len(ways) and {each.first for each in parts} >= {None, 9, 5}
-    until = {None: 5, 9: 3, 5: 1}
-    assert all(number < until[part.first] for part in parts for number in part.operations)
+        assert fewer.held < more.held < 2000 and fewer.seconds > more.seconds
+    assert [way.part.first for way in ways] == [9, 5]
