@@ -147,7 +147,7 @@ def times(arguments: argparse.Namespace, plans: list[tuple[str, dict[str, Any]]]
     from zeroshard.doctor.facts import gather_facts
     from zeroshard.doctor.measure import Effort, measure
     from zeroshard.plan import Plan
-    from zeroshard.planner.predict.timed import predict_timed
+    from zeroshard.planner.predict.predict import predict_timed
     from zeroshard.planner.search.this_machine import local_machines
 
     torch.set_num_threads(1)

@@ -14,10 +14,9 @@ from torch.profiler import ProfilerActivity, profile
 import zeroshard as zs
 from zeroshard.doctor.hardware import Device, Link, Machines
 from zeroshard.planner.predict.cuts import layers_of
-from zeroshard.planner.predict.predict import predict
+from zeroshard.planner.predict.predict import predict, predict_timed
 from zeroshard.planner.predict.rehearse import TrainingTask, rehearse
 from zeroshard.planner.predict.shallow import deepen, probes, stacks_of
-from zeroshard.planner.predict.timed import predict_timed
 from zeroshard.planner.search.search import search
 from zeroshard.train.gpt import GPT, Block
 

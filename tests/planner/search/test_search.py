@@ -17,8 +17,7 @@ from zeroshard.plan import Plan
 from zeroshard.planner.predict.rehearse import TrainingTask
 from zeroshard.planner.predict.result import Found, Prediction
 from zeroshard.planner.search import search as searching
-from zeroshard.planner.search.progress import SearchProgress
-from zeroshard.planner.search.search import search
+from zeroshard.planner.search.search import SearchProgress, search
 from zeroshard.planning.offers import Offer, Refused, Site
 from zeroshard.train.family import gpt_task
 from zeroshard.train.gpt import GPTConfig

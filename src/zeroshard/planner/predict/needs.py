@@ -1,9 +1,11 @@
 """One rank's numbers at the model's depth and the plan's microbatches, from rehearsals at few of both."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from zeroshard.planner.predict.rehearse import Rehearsed, highest_of
+from zeroshard.plan import Plan
+from zeroshard.planner.choices import choices_of
+from zeroshard.planner.predict.rehearse import Rehearsed, TrainingTask, highest_of
 from zeroshard.planner.predict.result import TEMPORARIES, Span
 from zeroshard.planner.predict.shallow import FEW, Stack, deepen
 from zeroshard.schedule.simulate import TIMES, medians
@@ -135,3 +137,30 @@ def _part(numbers: Mapping[str, float], name: str) -> dict[str, float]:
 
 def _whole(numbers: Mapping[str, float]) -> dict[str, int]:
     return {name: round(value) for name, value in numbers.items()}
+
+
+FEW_RANKS = 3  # up to which all are rehearsed; of more, the two fullest and the next, which bounds all others
+
+
+def owner_ranks(task: TrainingTask, plan: Plan, first: int, slices: int) -> list[int]:
+    """The ranks to rehearse of those from `first` on that slice or split among themselves; of alike ones the first."""
+    if task.layout.whole is None:
+        return [first]
+    split = plan.tensor.ranks  # among which each matrix has an owner too
+    chosen = range(min(choices_of(plan).slicing.updated_by(slices), FEW_RANKS))
+    return [first + number * split + place for number in chosen for place in range(min(split, FEW_RANKS))]
+
+
+def fullest_of(needs: Sequence[Needs], ranks: int) -> Needs:
+    """The numbers of the fullest of some ranks that `owner_ranks` gives, with the time of the slowest.
+
+    Args:
+        ranks: of one stage and one slice group, over which bytes in host memory are averaged.
+    """
+    fullest = max(needs, key=lambda one: sum(one.memory.values()))
+    slowest = max(needs, key=lambda one: sum(one.spent.values()))
+    if len(needs) == 1:
+        return fullest
+    on_host = [one.on_host for one in needs]
+    mean = -(-(sum(on_host) + (ranks - len(needs)) * on_host[-1]) // ranks)
+    return replace(fullest, spent=slowest.spent, host_mean=mean)

@@ -1,18 +1,22 @@
 """A prediction: memory and time of a step under one plan, put together from rehearsals of its ranks."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import Protocol
+
+import torch
 
 from zeroshard.doctor.hardware import Machines
 from zeroshard.engine.techniques import data_ranks_of
 from zeroshard.plan import Plan
 from zeroshard.planner.choices import choices_of
-from zeroshard.planner.predict.alone import on_machines
-from zeroshard.planner.predict.needs import Needs
-from zeroshard.planner.predict.rehearse import TrainingTask
+from zeroshard.planner.predict.needs import Needs, Times
+from zeroshard.planner.predict.rehearse import TrainingTask, with_values
 from zeroshard.planner.predict.result import Prediction
-from zeroshard.planner.predict.values import with_values
-from zeroshard.planner.predict.ways import way_of
+from zeroshard.planner.predict.shallow import Stack
+from zeroshard.planner.predict.single_stage import Unstaged, on_machines
+from zeroshard.planner.predict.stages import Staged
 
 
 def predict(task: TrainingTask, plan: Plan, machines: Machines, rows: int, deep: bool = False) -> Prediction:
@@ -79,3 +83,67 @@ def _host_capacity(fullest: Needs, beside: bool, machines: Machines) -> int | No
 def _host_rate(machines: Machines) -> str:
     assumed = " is assumed" if machines.host_bandwidth is None and machines.device.kind != "cpu" else ""
     return f"{machines.host_rate / 1e9:.4g} GB/s of host memory for each rank{assumed}"
+
+
+class Way(Protocol):
+    """How plans of one kind are rehearsed."""
+
+    @property
+    def work(self) -> float:
+        """Duration of a rehearsal, relative to that of a plan without stages."""
+
+    def whole(self, plan: Plan, blocks: int) -> int:
+        """The size of a rehearsal of every block and stage, for a model with so many blocks."""
+
+    def needs(
+        self, task: TrainingTask, plan: Plan, machines: Machines, rows: int, stacks: Sequence[Stack] | None
+    ) -> list[Needs]:
+        """The numbers of ranks, of which one is the fullest.
+
+        Args:
+            rows: of one data rank in one step.
+            stacks: the repeated blocks of the model, of which few are rehearsed; None rehearses all.
+        """
+
+    def timed(self, task: TrainingTask, plan: Plan, machines: Machines, rows: int) -> list[Needs]:
+        """The same, from real steps.
+
+        Raises:
+            PlanError: few blocks do not fit into the memory of this machine.
+        """
+
+    def times(self, needs: Sequence[Needs], plan: Plan, machines: Machines) -> Times:
+        """The time of a step of all ranks."""
+
+
+def way_of(plan: Plan) -> Way:
+    """The way for a plan."""
+    return Staged() if plan.pipelined else Unstaged()
+
+
+def predict_timed(
+    task: TrainingTask, plan: Plan, machines: Machines, rows: int, threads: int | None = None
+) -> Prediction:
+    """Memory and time of a step under a plan, from real steps.
+
+    Args:
+        rows: of one data rank in one step.
+        threads: of each rank; by default as many as torch uses now.
+
+    Raises:
+        PlanError: the few blocks do not fit into the memory of this machine.
+        ZeroshardError: the engine refuses the plan.
+    """
+    with _threads(threads):
+        needs = way_of(plan).timed(task, plan, machines, rows)
+        return put_together(needs, task, plan, machines, rows, timed=True)
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

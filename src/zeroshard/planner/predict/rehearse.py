@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 
@@ -21,6 +22,7 @@ from zeroshard.comm.collectives import Purpose
 from zeroshard.comm.mesh import Mesh
 from zeroshard.doctor.hardware import Machines, Operation
 from zeroshard.engine import Engine
+from zeroshard.errors import PlanError
 from zeroshard.memory.ledger import Category, Event
 from zeroshard.memory.transfers import Task as Job
 from zeroshard.optim import StateLayout, layout_of
@@ -448,3 +450,40 @@ def _thin(events: Sequence[Event]) -> list[Event]:
     size = -(-len(events) // EVENTS) or 1
     stretches = (events[start : start + size] for start in range(0, len(events), size))
     return [max(stretch, key=lambda event: sum(event.nbytes.values())) for stretch in stretches]
+
+
+BIASED = "Memory may be up to 6 % too high: rehearsed without values for lack of memory here, with other masks."
+STATES_EACH = 16  # bytes per parameter in fp32, AdamW
+ROOM = 0.7  # of this machine's free memory
+
+
+def with_values(task: TrainingTask, plan: Plan, machines: Machines, rows: int) -> tuple[TrainingTask, tuple[str, ...]]:
+    """The task on tensors with values, where the model needs them and this machine can hold them."""
+    if not task.values and not task.facts.needs_values:
+        return task, ()
+    task = replace(task, values=True)
+    try:
+        refuse_too_large(task, plan, machines, rows)
+    except PlanError:
+        return replace(task, values=False), (BIASED,)
+    return task, ()
+
+
+def refuse_too_large(task: TrainingTask, plan: Plan, machines: Machines, rows: int) -> None:
+    """Refuse a rehearsal on tensors with values that this machine cannot hold.
+
+    Raises:
+        PlanError: with the needed and the free bytes.
+    """
+    few = choices_of(plan).stages.fewest(2)
+    less, few_rows = replace(plan, microbatches=few), rows // plan.microbatches * few
+    try:
+        needed = rehearse(replace(task, values=False), less, 0, machines.count, few_rows).peak_bytes
+    except RuntimeError:  # torch lacks an operation without values: assume twice the states
+        needed = 2 * STATES_EACH * task.facts.parameters
+    room = int(ROOM * psutil.virtual_memory().available)
+    if needed > room:
+        raise PlanError(
+            f"A rehearsal on tensors with values needs {needed:,} bytes and {room:,} are free here. Use fewer rows, or "
+            f"a model of the same kind with smaller layers."
+        )

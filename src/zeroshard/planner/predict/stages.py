@@ -14,12 +14,19 @@ from zeroshard.comm.collectives import Purpose
 from zeroshard.doctor.hardware import Machines
 from zeroshard.plan import Plan
 from zeroshard.planner.choices import choices_of, schedule_of
-from zeroshard.planner.predict.needs import Needs, Times, memory_numbers, needs_from, needs_of, numbers_of
-from zeroshard.planner.predict.owned import fullest_of, owner_ranks
-from zeroshard.planner.predict.rehearse import Rehearsed, TrainingTask, message_bytes, rehearse
+from zeroshard.planner.predict.needs import (
+    Needs,
+    Times,
+    fullest_of,
+    memory_numbers,
+    needs_from,
+    needs_of,
+    numbers_of,
+    owner_ranks,
+)
+from zeroshard.planner.predict.rehearse import Rehearsed, TrainingTask, message_bytes, refuse_too_large, rehearse
 from zeroshard.planner.predict.result import Span
 from zeroshard.planner.predict.shallow import Stack, deepen, shallow
-from zeroshard.planner.predict.values import refuse_too_large
 from zeroshard.schedule import Layout, PipelineSchedule
 from zeroshard.schedule.peaks import ALIKE, few_microbatches, in_flight
 from zeroshard.schedule.simulate import TIMES, Costs, Simulation, simulate

@@ -12,12 +12,12 @@ from typing import Any, Literal
 from zeroshard.doctor.hardware import Machines
 from zeroshard.plan import Plan
 from zeroshard.planner.choices import choices_of, schedule_of
-from zeroshard.planner.predict.alone import on_machines
-from zeroshard.planner.predict.owned import owner_ranks
+from zeroshard.planner.predict.needs import owner_ranks
 from zeroshard.planner.predict.predict import predict
 from zeroshard.planner.predict.rehearse import TrainingTask, rehearse, states_of
 from zeroshard.planner.predict.result import MARGIN, Prediction
 from zeroshard.planner.predict.shallow import FEW
+from zeroshard.planner.predict.single_stage import on_machines
 
 Counts = Literal["states", "step"]
 Say = Callable[[str], None]

@@ -17,7 +17,7 @@ best gain so far. Estimates, which are of plans without them, are compared with 
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from zeroshard.doctor.cpu_load import busy_cpus
@@ -29,13 +29,10 @@ from zeroshard.plan import Plan
 from zeroshard.planner.choices import choices_of
 from zeroshard.planner.predict.cuts import Layers, layers_of
 from zeroshard.planner.predict.estimate import Estimator
-from zeroshard.planner.predict.predict import predict
+from zeroshard.planner.predict.predict import predict, predict_timed, way_of
 from zeroshard.planner.predict.rehearse import TrainingTask
 from zeroshard.planner.predict.result import Found, Prediction, Refusal
 from zeroshard.planner.predict.states import Sizes, least_bytes, sizes_of, states_of
-from zeroshard.planner.predict.timed import predict_timed
-from zeroshard.planner.predict.ways import way_of
-from zeroshard.planner.search.progress import SearchProgress
 from zeroshard.planner.search.text import lacking, short
 from zeroshard.planning.offers import Divided, Offer, Refused, Site
 from zeroshard.tensor import choice as tensor
@@ -51,6 +48,58 @@ BEHIND = 1.1  # times the seconds of the fastest plan: slower estimates are left
 RECOMPUTED = 4 / 3  # times the seconds of a plan that computes its forwards twice
 Say = Callable[[str], None]
 Key = tuple[Plan, int]
+
+
+@dataclass
+class SearchProgress:
+    """The progress of a search that tries one group of plans after another.
+
+    Attributes:
+        expected: expected number of plans to look at in each group, by its first plan.
+        now: the clock.
+    """
+
+    expected: Mapping[Plan, int]
+    now: Callable[[], float] = time.perf_counter
+    _dropped: int = 0
+    _left: dict[Plan, float] = field(init=False)
+    _current: float = 0.0
+    _looks: int = 0
+    _work: float = 0.0
+    _began: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._left = {plan: looks * _work_of(plan) for plan, looks in self.expected.items()}
+        self._began = self.now()
+
+    def begin(self, plan: Plan) -> None:
+        """Begin the group of this plan; plans that the group before did not need are dropped."""
+        self._current = self._left.pop(plan, 0.0)
+
+    def drop(self, plan: Plan) -> None:
+        """No plan of this group is looked at."""
+        if self._left.pop(plan, None) is not None:
+            self._dropped += self.expected[plan]
+
+    def look(self, plan: Plan) -> str:
+        """The prefix of the line about a plan: "12/31 plans, about 40 s left"; empty without expected numbers."""
+        if not self.expected:
+            return ""
+        self._current = max(self._current, _work_of(plan))
+        left = self._current + sum(self._left.values())
+        ahead = 1 + sum(self.expected[plan] for plan in self._left)
+        everything = sum(self.expected.values()) - self._dropped
+        text = f"{self._looks}/{max(everything, self._looks + ahead)} plans"
+        if self._work:
+            text += f", about {(self.now() - self._began) / self._work * left:.0f} s left"
+        self._looks += 1
+        self._work += _work_of(plan)
+        self._current -= _work_of(plan)
+        return f"{text}: "
+
+
+def _work_of(plan: Plan) -> float:
+    return way_of(plan).work
 
 
 @dataclass(frozen=True)

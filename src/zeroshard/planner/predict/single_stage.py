@@ -6,11 +6,9 @@ from dataclasses import replace
 from zeroshard.doctor.hardware import Machines
 from zeroshard.plan import Plan
 from zeroshard.planner.choices import choices_of, schedule_of
-from zeroshard.planner.predict.needs import Needs, Times, needs_of
-from zeroshard.planner.predict.owned import fullest_of, owner_ranks
-from zeroshard.planner.predict.rehearse import Rehearsed, TrainingTask, rehearse
+from zeroshard.planner.predict.needs import Needs, Times, fullest_of, needs_of, owner_ranks
+from zeroshard.planner.predict.rehearse import Rehearsed, TrainingTask, refuse_too_large, rehearse
 from zeroshard.planner.predict.shallow import FEW, Stack, probes, shallow
-from zeroshard.planner.predict.values import refuse_too_large
 from zeroshard.schedule.peaks import ALIKE
 
 FEW_TIMED, STEP_TIMED = 4, 4  # blocks of the first run, and more of the next: enough for a measurable difference
