@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from zeroshard.report.exposed_figure import exposed_figure
 from zeroshard.report.loss_figure import loss_figure
 from zeroshard.report.memory_figure import memory_figure
 from zeroshard.report.run_folder import MemoryEvent, MemoryStep, TrafficRecord, TrainingPoint, read_run
-from zeroshard.report.traffic_figure import traffic_figure
+from zeroshard.report.traffic_figure import exposed_figure, traffic_figure
 
 from .run_files import training_line, validation_line, write_run
 

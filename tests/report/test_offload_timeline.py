@@ -11,7 +11,6 @@ from engine.models import batch, build
 from offload.offloaded import ADAMW, executing
 
 import zeroshard as zs
-from zeroshard.report.exposed_figure import _CAUSES, _OTHER
 from zeroshard.report.offload_timeline import (
     COLOURS,
     QUEUE_NAMES,
@@ -25,6 +24,7 @@ from zeroshard.report.offload_timeline import (
 )
 from zeroshard.report.page import write_report
 from zeroshard.report.timeline_figure import LEFT, RIGHT, WIDEST, _luminance
+from zeroshard.report.traffic_figure import _CAUSES, _OTHER
 from zeroshard.traffic import BETWEEN_TIERS, COMPUTE, DISK, QUEUES, UPDATE
 from zeroshard.train.trace import OffloadTrace
 

@@ -4,13 +4,12 @@ import math
 from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from markupsafe import Markup
 
-from zeroshard.report.figure import Figure, LegendEntry
+from zeroshard.report.chart import WIDE, Canvas, ChartAxis, Figure, Frame, LegendEntry, both_widths, fitted_axis
 from zeroshard.report.run_folder import TrainingPoint
-from zeroshard.report.scales import ChartAxis, fitted_axis
-from zeroshard.report.svg import NARROW, WIDE, Canvas, Frame
 from zeroshard.text import format_decimal, format_exact
 
 BOUNDS = (0.05, 0.25, 0.5, 0.8, 1.25, 2.0, 4.0)  # of load over mean load, between the colours
@@ -35,7 +34,7 @@ def experts_figure(points: Sequence[TrainingPoint]) -> Figure | None:
     axis = _steps(points, WIDE)
     readouts = tuple((round(axis.fraction(step), 5), _readout(step, loads)) for step, loads in columns)
     return Figure(
-        drawings=tuple(_draw(points, columns, layers, caption, frame) for frame in (WIDE, NARROW)),
+        drawings=both_widths(partial(_draw, points, columns, layers, caption)),
         legend=tuple(LegendEntry("area", f"heat{n}", text) for n, text in enumerate(LEGEND)),
         caption=caption,
         readouts=readouts,
@@ -91,9 +90,5 @@ def _draw(
                 corner = (edges[n], top + expert * row)
                 canvas.rect(corner, edges[n + 1] - edges[n], row, f"heat{bisect(BOUNDS, share)}")
         top += size * row + _GAP
-    for value, label in x.ticks:
-        place = frame.x(x.fraction(value))
-        canvas.line((place, height), (place, height + 5), "axis")
-        canvas.text((place, height + 19), label, "tick middle")
-    canvas.text((frame.x(1), frame.height - 6), x.label, "label end")
+    canvas.x_axis(x, height)
     return canvas.to_markup()

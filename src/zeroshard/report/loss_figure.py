@@ -3,14 +3,28 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from markupsafe import Markup
 
-from zeroshard.report.figure import Figure, LegendEntry
+from zeroshard.report.chart import (
+    Canvas,
+    ChartAxis,
+    Figure,
+    Frame,
+    LegendEntry,
+    Point,
+    both_widths,
+    covering_axis,
+    crosses_path,
+    dots_path,
+    fitted_axis,
+    line_path,
+    running_mean,
+    smoothing_radius,
+    thin,
+)
 from zeroshard.report.run_folder import RunRecord, TrainingPoint, ValidationPoint
-from zeroshard.report.scales import ChartAxis, covering_axis, fitted_axis
-from zeroshard.report.series import running_mean, smoothing_radius, thin
-from zeroshard.report.svg import NARROW, WIDE, Canvas, Frame, Point, crosses_path, dots_path, line_path
 from zeroshard.text import format_decimal, format_exact
 
 _BUCKETS = 900
@@ -50,7 +64,7 @@ def loss_figure(run: RunRecord) -> Figure | None:
         caption=_caption(training, validation),
     )
     return Figure(
-        drawings=(_draw(curves, WIDE), _draw(curves, NARROW)),
+        drawings=both_widths(partial(_draw, curves)),
         legend=_legend(curves, len(training), len(lost)),
         caption=curves.caption,
         readouts=_readouts(curves),

@@ -1,15 +1,24 @@
 """The ledger over one training step: stacked categories, the peak, and the events that moved most bytes."""
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 from markupsafe import Markup
 
-from zeroshard.report.figure import Figure, LegendEntry
+from zeroshard.report.chart import (
+    WIDE,
+    Canvas,
+    ChartAxis,
+    Figure,
+    Frame,
+    LegendEntry,
+    both_widths,
+    bytes_axis,
+    fitted_axis,
+    thin,
+)
 from zeroshard.report.run_folder import MemoryEvent, MemoryStep
-from zeroshard.report.scales import ChartAxis, bytes_axis, fitted_axis
-from zeroshard.report.series import thin
-from zeroshard.report.svg import NARROW, WIDE, Canvas, Frame, band_path
 from zeroshard.text import format_bytes, format_exact
 
 _BUCKETS = 360
@@ -55,7 +64,7 @@ def memory_figure(step: MemoryStep) -> Figure:
     legend = [LegendEntry("area", hue(i), f"{name}, up to {format_bytes(highest[i])}") for i, name in _named(step)]
     axis = _time_axis(step, WIDE)
     return Figure(
-        drawings=tuple(_draw(step, kept, marked, caption, frame) for frame in (WIDE, NARROW)),
+        drawings=both_widths(partial(_draw, step, kept, marked, caption)),
         legend=tuple(reversed(legend)),
         caption=caption,
         readouts=tuple((round(axis.fraction(change.event.t * 1e3), 5), _readout(step, change)) for change in kept),
@@ -112,14 +121,12 @@ def _draw(step: MemoryStep, kept: list[_Change], marked: list[_Change], caption:
     edges = [*(frame.x(x.fraction(change.event.t * 1e3)) for change in kept), frame.x(1)]
     tops = [list(accumulate(change.event.nbytes)) for change in kept]
     labels: list[tuple[tuple[float, float], str]] = []
-    lower = [frame.y(0)] * len(kept)
-    for i, name in _named(step):
-        upper = [frame.y(y.fraction(heights[i])) for heights in tops]
-        canvas.path(band_path(edges, lower, upper), f"band {hue(i)}")
+    names = _named(step)
+    sides = canvas.bands(edges, tops, y, [hue(i) for i, _ in names])
+    for (_, name), (lower, upper) in zip(names, sides, strict=True):
         place = _label_place(edges, lower, upper, _LETTER * len(name))
         if place is not None:
             labels.append((place, name))
-        lower = upper
     for place, name in labels:
         canvas.text(place, name, "inside middle")
     _draw_marks(canvas, marked, x)

@@ -11,14 +11,13 @@ import jinja2
 from markupsafe import Markup
 
 from zeroshard.plan import upgraded
-from zeroshard.report.activations_table import activations_table
 from zeroshard.report.experts_figure import experts_figure
-from zeroshard.report.exposed_figure import exposed_figure
 from zeroshard.report.loss_figure import loss_figure
 from zeroshard.report.memory_figure import hue, memory_figure
 from zeroshard.report.offload_timeline import read_offload_timeline, write_offload_timeline
 from zeroshard.report.run_folder import ArenaRecord, RunRecord, Summary, read_run
 from zeroshard.report.tables import (
+    activations_table,
     experts_table,
     exposed_table,
     fields_table,
@@ -27,7 +26,7 @@ from zeroshard.report.tables import (
     traffic_table,
 )
 from zeroshard.report.timeline_section import TimelineSection, write_timelines
-from zeroshard.report.traffic_figure import traffic_figure
+from zeroshard.report.traffic_figure import exposed_figure, traffic_figure
 from zeroshard.text import DASH, format_bytes, format_count, format_decimal, format_exact, format_seconds
 
 REPORT = "report.html"

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from html import escape
 from statistics import median
 
-from zeroshard.report.scales import fitted_axis
-from zeroshard.report.svg import short
+from zeroshard.report.chart import fitted_axis, short
 from zeroshard.schedule.actions import Kind
 from zeroshard.schedule.simulate import Span, Timeline
 
