@@ -11,7 +11,7 @@ from zeroshard.cli import reproduce as reproduce_command
 from zeroshard.cli.reproduce import run_reproduce
 from zeroshard.doctor.hardware import Link, Machines
 from zeroshard.planner.search.largest import parameters_of, states_along
-from zeroshard.reproduce import CLAIMS, Claim, Reading, Waiting, check
+from zeroshard.reproduce import CLAIMS, Claim, Reading, check
 from zeroshard.reproduce.block_times import (
     PEAK,
     WAVE_RATE,
@@ -20,10 +20,9 @@ from zeroshard.reproduce.block_times import (
     dgx_a100,
     logits_seconds,
 )
-from zeroshard.reproduce.megatron import collectives
 from zeroshard.reproduce.offload import LARGE, memory, wire
 from zeroshard.reproduce.pipelines import PIPELINES, vgg16
-from zeroshard.reproduce.ptdp import PTDP, interleaving_gain, throughput
+from zeroshard.reproduce.ptdp import PTDP, collectives, interleaving_gain, throughput
 from zeroshard.reproduce.switch import T5Shape
 from zeroshard.reproduce.zero import RANKS, SHAPES, TABLE_1, mixed, sized, table_1, volume
 from zeroshard.train.family import gpt_task
@@ -39,13 +38,11 @@ def silent(text: str) -> None:
 
 def test_the_list_names_every_claim(capsys: pytest.CaptureFixture[str]) -> None:
     run_reproduce([])
-    built, waiting = capsys.readouterr().out.split("Not computed yet")
-    for name, claim in CLAIMS.items():
-        assert f"  {name} " in (built if isinstance(claim, Claim) else waiting)
+    out = capsys.readouterr().out
+    assert all(f"  {name} " in out for name in CLAIMS)
     run_reproduce(["list", "--json"])
     rows = json.loads(capsys.readouterr().out)
     assert [row["name"] for row in rows] == list(CLAIMS) and all(row["source"] for row in rows)
-    assert [row["name"] for row in rows if row["built"]] == [n for n, c in CLAIMS.items() if isinstance(c, Claim)]
 
 
 @pytest.mark.parametrize("claim", PIPELINES, ids=lambda claim: claim.name)
@@ -179,25 +176,15 @@ def test_what_is_not_reproduced_is_said_and_fails(
 ) -> None:
     good, bad = Reading("one", "2.0", 2.01), Reading("other", "3.0", 3.26)
     claim = Claim("made-up", "a claim", "nowhere", "GB", "Not at all.", lambda say: [good, bad])
-    waiting = next(claim for claim in CLAIMS.values() if isinstance(claim, Waiting))
-    monkeypatch.setattr(reproduce_command, "CLAIMS", {"made-up": claim, waiting.name: waiting})
+    monkeypatch.setattr(reproduce_command, "CLAIMS", {"made-up": claim})
     with pytest.raises(SystemExit) as stopped:
         run_reproduce(["--all"])
     out = capsys.readouterr().out
     assert stopped.value.code == 1
-    assert "1 of 2 reproduced" in out and "not all of made-up; 1 claims wait" in out
+    assert "1 of 2 reproduced" in out and "not all of made-up." in out
     rows = [line.split() for line in out.splitlines()]
     assert ["one", "2.0", "2.010", "+0.010"] in rows
     assert ["other", "3.0", "3.260", "+0.260", "not", "reproduced"] in rows
-
-
-def test_what_is_not_built_has_no_numbers(capsys: pytest.CaptureFixture[str]) -> None:
-    run_reproduce(["recompute-sqrt"])
-    assert "Not computed yet; this waits for recomputation" in capsys.readouterr().out
-    for claim in CLAIMS.values():
-        if isinstance(claim, Waiting):
-            assert claim.as_dict() == {**claim.as_dict(), "built": False} and "numbers" not in claim.as_dict()
-            assert claim.waits_for.endswith(".")
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fractions import Fraction
@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zeroshard.errors import ConfigError
-from zeroshard.reproduce import CLAIMS, Claim, Outcome, Reading, Waiting, check
+from zeroshard.reproduce import CLAIMS, Claim, Outcome, Reading, check
 from zeroshard.train.options import parse
 
 LIST = "list"
@@ -54,16 +54,16 @@ def run_reproduce(argv: Sequence[str]) -> None:
         return
     asked = list(CLAIMS.values()) if options.all else [CLAIMS[options.claim]]
     console = Console(width=None if sys.stdout.isatty() else FILE_COLUMNS, highlight=False, markup=False)
-    done: list[Outcome | Waiting] = []
+    done: list[Outcome] = []
     for claim in asked:
-        done.append(claim if isinstance(claim, Waiting) else _computed(claim))
+        done.append(_computed(claim))
         if not options.json:
             _print_outcome(console, done[-1])
     if options.json:
         print(json.dumps([outcome.as_dict() for outcome in done], indent=1, allow_nan=False))
     elif options.all:
         console.print(_summary(done))
-    if not all(outcome.reproduced for outcome in done if isinstance(outcome, Outcome)):
+    if not all(outcome.reproduced for outcome in done):
         sys.exit(1)
 
 
@@ -79,40 +79,26 @@ def _computed(claim: Claim) -> Outcome:
 def _print_list(as_json: bool) -> None:
     if as_json:
         keys = ("name", "title", "source")
-        rows = [{key: getattr(claim, key) for key in keys} | {"built": _built(claim)} for claim in CLAIMS.values()]
-        print(json.dumps(rows, indent=1))
+        print(json.dumps([{key: getattr(claim, key) for key in keys} for claim in CLAIMS.values()], indent=1))
         return
     console = Console(width=None if sys.stdout.isatty() else FILE_COLUMNS, highlight=False, markup=False)
     console.print("Published numbers that are computed again: zeroshard reproduce NAME, or --all\n")
-    console.print(_names(claim for claim in CLAIMS.values() if _built(claim)))
-    console.print("\nNot computed yet\n")
-    console.print(_names(claim for claim in CLAIMS.values() if not _built(claim)))
-
-
-def _built(claim: Claim | Waiting) -> bool:
-    return isinstance(claim, Claim)
-
-
-def _names(claims: Iterable[Claim | Waiting]) -> Table:
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True, min_width=max(map(len, CLAIMS)))
     table.add_column()
-    for claim in claims:
+    for claim in CLAIMS.values():
         table.add_row(f"  {claim.name}", claim.title)
-    return table
+    console.print(table)
 
 
-def _print_outcome(console: Console, outcome: Outcome | Waiting) -> None:
-    claim = outcome.claim if isinstance(outcome, Outcome) else outcome
+def _print_outcome(console: Console, outcome: Outcome) -> None:
+    claim = outcome.claim
     console.print(Text.assemble((claim.name, "bold"), f": {claim.title}"))
     console.print(claim.source, style="dim")
-    if isinstance(outcome, Waiting):
-        console.print(f"Not computed yet; this waits for {outcome.waits_for}\n")
-        return
     console.print(_readings_table(outcome))
     for line in _verdict(outcome):
         console.print(line)
-    console.print(f"How: {outcome.claim.how}\n", style="dim")
+    console.print(f"How: {claim.how}\n", style="dim")
 
 
 def _readings_table(outcome: Outcome) -> Table:
@@ -146,14 +132,12 @@ def _verdict(outcome: Outcome) -> list[str]:
     return [" ".join([*lines, *printed, *near])]
 
 
-def _summary(done: Sequence[Outcome | Waiting]) -> str:
-    outcomes = [outcome for outcome in done if isinstance(outcome, Outcome)]
+def _summary(outcomes: Sequence[Outcome]) -> str:
     readings = [reading for outcome in outcomes for reading in outcome.readings if reading.published]
     agreeing = sum(reading.agrees for reading in readings)
     missed = [outcome.claim.name for outcome in outcomes if not outcome.reproduced]
     rest = f"; not all of {', '.join(missed)}" if missed else ""
-    waiting = len(done) - len(outcomes)
-    return f"{agreeing} of {len(readings)} numbers of {len(outcomes)} claims reproduced{rest}; {waiting} claims wait."
+    return f"{agreeing} of {len(readings)} numbers of {len(outcomes)} claims reproduced{rest}."
 
 
 def _ours(reading: Reading) -> str:

@@ -75,30 +75,6 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class Waiting:
-    """A claim that is not computed yet.
-
-    Attributes:
-        waits_for: the missing technique, in one sentence.
-    """
-
-    name: str
-    title: str
-    source: str
-    waits_for: str
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, as JSON holds them."""
-        return {
-            "name": self.name,
-            "title": self.title,
-            "source": self.source,
-            "built": False,
-            "waits_for": self.waits_for,
-        }
-
-
-@dataclass(frozen=True)
 class Outcome:
     """The result of checking a claim.
 
@@ -120,7 +96,6 @@ class Outcome:
         claim = self.claim
         about = {"name": claim.name, "title": claim.title, "source": claim.source, "unit": claim.unit, "how": claim.how}
         return about | {
-            "built": True,
             "reproduced": self.reproduced,
             "seconds": self.seconds,
             "numbers": [
