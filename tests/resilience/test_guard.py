@@ -10,7 +10,7 @@ import pytest
 
 from zeroshard.errors import ConfigError, NonFiniteError
 from zeroshard.resilience.guard import Guard, GuardVerdict, Origin
-from zeroshard.train.cursor import Cursor
+from zeroshard.train.keeping import Cursor
 
 GOOD, BAD, BACK = GuardVerdict.GOOD, GuardVerdict.BAD, GuardVerdict.ROLL_BACK
 NAN, INF = math.nan, math.inf

@@ -1,9 +1,10 @@
 """Checkpoints, data position, loss guard and requests to stop of the main job, with which it can be resumed."""
 
+import bisect
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -14,7 +15,6 @@ from zeroshard.errors import CheckpointError, ConfigError, DataError, Stopped
 from zeroshard.resilience import Checkpoints, Guard, GuardVerdict, resume
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.corpus import Corpus
-from zeroshard.train.cursor import Cursor
 
 CHECKPOINTS = "checkpoints"  # below the run folder
 REQUESTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -216,3 +216,60 @@ def _check_corpus(extra: dict[str, Any], corpus: Corpus) -> None:
             f"The checkpoint was trained on a corpus with digest {str(extra.get('corpus'))[:12]}, this one has "
             f"{corpus.digest[:12]}. Give the same data, or start a new run."
         )
+
+
+class Cursor:
+    """Hands out the numbers of samples in order, each once, except those that are to be left out.
+
+    Attributes:
+        position: the next sample to look at; all before it have been taken or left out.
+    """
+
+    def __init__(self) -> None:
+        self.position = 0
+        self._left_out: list[tuple[int, int]] = []  # disjoint, in order
+
+    @property
+    def left_out(self) -> list[tuple[int, int]]:
+        """The intervals [start, stop) that are left out, disjoint and in order."""
+        return list(self._left_out)
+
+    def take(self, rows: int) -> list[int]:
+        """The samples of the next global batch, in order: [rows]."""
+        samples: list[int] = []
+        while len(samples) < rows:
+            place = bisect.bisect_right(self._left_out, self.position, key=lambda interval: interval[0])
+            if place and self.position < self._left_out[place - 1][1]:
+                self.position = self._left_out[place - 1][1]
+                continue
+            stop = self.position + rows - len(samples)
+            if place < len(self._left_out):
+                stop = min(stop, self._left_out[place][0])
+            samples.extend(range(self.position, stop))
+            self.position = stop
+        return samples
+
+    def leave_out(self, start: int, stop: int) -> None:
+        """Never take the samples [start, stop), from now on."""
+        if start >= stop:
+            return
+        merged: list[tuple[int, int]] = []
+        for low, high in sorted([*self._left_out, (start, stop)]):
+            if merged and low <= merged[-1][1]:
+                merged[-1] = merged[-1][0], max(merged[-1][1], high)
+            else:
+                merged.append((low, high))
+        self._left_out = merged
+
+    def state(self) -> dict[str, Any]:
+        """The position and what is left out, in plain JSON values."""
+        return {"position": self.position, "left_out": [list(interval) for interval in self._left_out]}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state` returned, in another process."""
+        self.rewind(state)
+        self._left_out = [(int(start), int(stop)) for start, stop in state["left_out"]]
+
+    def rewind(self, state: Mapping[str, Any]) -> None:
+        """Go back to the position in `state` for a rollback; samples that are left out stay so."""
+        self.position = int(state["position"])

@@ -5,6 +5,8 @@ loss. A step is a forward and a backward of each microbatch of each data rank, o
 averaged by rows, or added and divided by the counts where the loss is (sum, count).
 """
 
+import copy
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,7 +21,6 @@ from zeroshard.optim import fast_on_cpus
 from zeroshard.step.batch import loss_of
 from zeroshard.step.losses import Loss
 from zeroshard.verification.job import VerificationJob, called_with
-from zeroshard.verification.model_state import ModelState
 from zeroshard.verification.watch import ModuleCall, Place, Watch
 
 Tensors = dict[str, Tensor]
@@ -229,3 +230,55 @@ def one_thread() -> Iterator[None]:
 
 def _copies(tensors: Mapping[str, Tensor]) -> Tensors:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+CONSTANT = (bool, int, float, complex, str, bytes, type(None))
+CONTAINERS = (list, tuple, set, frozenset, deque)
+OF_MODULES = frozenset(vars(nn.Module()))  # attributes that every module has
+DEEPEST = 4  # containers within each other that are looked into
+
+
+@dataclass(frozen=True, slots=True)
+class ModelState:
+    """Copies of what forwards may change.
+
+    Attributes:
+        buffers: by name.
+        attributes: numbers, texts, tensors without a graph, and containers of them, by module and attribute.
+    """
+
+    buffers: Mapping[str, Tensor]
+    attributes: Mapping[tuple[str, str], Any]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "ModelState":
+        """The present state of a model."""
+        buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+        found = {
+            (path, name): value
+            for path, module in model.named_modules()
+            for name, value in vars(module).items()
+            if name not in OF_MODULES and _is_plain(value)
+        }
+        return cls(buffers, copy.deepcopy(found))  # in one go, for values that modules share
+
+    def restore(self, model: nn.Module) -> None:
+        """Give a model this state."""
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                buffer.copy_(self.buffers[name])
+        modules = dict(model.named_modules())
+        for (path, name), value in copy.deepcopy(dict(self.attributes)).items():
+            modules[path].__dict__[name] = value
+
+
+def _is_plain(value: Any, depth: int = 0) -> bool:
+    if type(value) in CONSTANT:
+        return True
+    if isinstance(value, Tensor):
+        return type(value) is Tensor and value.grad_fn is None and not value.is_meta
+    if depth == DEEPEST:
+        return False
+    if isinstance(value, dict):
+        return all(_is_plain(each, depth + 1) for pair in value.items() for each in pair)
+    return isinstance(value, CONTAINERS) and all(_is_plain(each, depth + 1) for each in value)
