@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zeroshard.errors import BatchError
-from zeroshard.precision.call import call_with
-from zeroshard.step.batch import loss_in, microbatches
+from zeroshard.step.batch import call_with, loss_in, microbatches
 
 
 class Pair(NamedTuple):

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from zeroshard.units import Entry, Flat, Index, find_units
+from zeroshard.units import Entry, Flat, Index, find_units, norm_of
+from zeroshard.units.flat import TILE
 
 
 class Odd(nn.Module):
@@ -202,3 +203,19 @@ def test_number_at_finds_the_holder(shapes: list[torch.Size], ranks: int) -> Non
     index, expected = lay_out(shapes, ranks), holders(shapes)
     assert [index.number_at(element) for element in range(index.numel)] == expected
     assert all(index.number_at(element) == len(shapes) - 1 for element in range(index.numel, index.padded_numel))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("numel", [0, 1, 1000, TILE, 2 * TILE + 77])
+def test_the_norm_of_any_dtype(dtype: torch.dtype, numel: int) -> None:
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(1)).to(dtype)
+    found = norm_of(values)
+    assert found.dtype == torch.promote_types(dtype, torch.float32)
+    torch.testing.assert_close(found.double(), torch.linalg.vector_norm(values.double()), rtol=1e-5, atol=0)
+
+
+def test_what_is_not_finite_shows() -> None:
+    for bad in (torch.inf, torch.nan):
+        values = torch.ones(3 * TILE, dtype=torch.bfloat16)
+        values[-1] = bad
+        assert not norm_of(values).isfinite()

@@ -14,7 +14,7 @@ from zeroshard.errors import PlanError
 from zeroshard.parts.part import LateUpdates, Part, Parts
 from zeroshard.parts.place import Axis, Piece, Split
 from zeroshard.parts.weights import Gatherer
-from zeroshard.units.tensors import digest_of
+from zeroshard.units.flat import digest_of
 
 
 class Editing:

@@ -15,7 +15,7 @@ from torch import nn
 from zeroshard.checkpoint.boxes import Box, BoxValues
 from zeroshard.comm.collectives import Comm
 from zeroshard.errors import CheckpointError
-from zeroshard.units.tensors import digest_of
+from zeroshard.units.flat import digest_of
 
 Shape = tuple[int, ...]
 NAMED = 5  # names in a message

@@ -40,11 +40,11 @@ from zeroshard.pipeline.run.steps import PipelineOrder, scope_of
 from zeroshard.pipeline.stage import Stage, make_stage
 from zeroshard.plan import Plan
 from zeroshard.platform.accelerator import is_accelerator
-from zeroshard.precision.call import call_with
+from zeroshard.precision.clash import raise_explained
 from zeroshard.recompute.arena import ArenaUse
 from zeroshard.schedule import Layout, PipelineSchedule
 from zeroshard.step.backward import Backward
-from zeroshard.step.batch import loss_of
+from zeroshard.step.batch import call_with, loss_of
 from zeroshard.step.decision import Verdict, check_settings
 from zeroshard.step.gradient_accumulation import OneStage
 from zeroshard.step.losses import Loss, StepLosses
@@ -185,8 +185,12 @@ class Engine:
         Raises:
             PlanError: gradients are on and the model is cut into stages. ModelError: dtypes do not fit in the forward.
         """
-        with nullcontext() if torch.is_grad_enabled() else self._axes.evaluating():
-            return self._order.evaluate(*args, **kwargs)
+        try:
+            with nullcontext() if torch.is_grad_enabled() else self._axes.evaluating():
+                return self._order.evaluate(*args, **kwargs)
+        except (RuntimeError, ValueError) as error:
+            raise_explained(error)
+            raise
 
     @raises_budget_exceeded
     def backward(self, loss: torch.Tensor, count: Any = None, penalty: torch.Tensor | None = None) -> None:

@@ -27,8 +27,17 @@ from zeroshard.precision.clash import explain_clash
 from zeroshard.saved.kept import CountedTensor, HooksOfForward, Kept, Stored
 from zeroshard.step.backward import Backward
 from zeroshard.units import values_of
-from zeroshard.units.hooks import Hook, absent_in_transform, explain_transform, listen, outside, place_of, transforming
-from zeroshard.units.tensors import tensors_in, with_tensors
+from zeroshard.units.hooks import (
+    Hook,
+    absent_in_transform,
+    explain_transform,
+    listen,
+    outside,
+    place_of,
+    tensors_in,
+    transforming,
+    with_tensors,
+)
 from zeroshard.validation.model_checks import refuse_renormalising
 
 
@@ -151,11 +160,10 @@ class Forward:
                 module.register_forward_pre_hook(outside(wait), prepend=True)
 
     def _enter_model(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        cast = self._precision.cast_inputs
         begins, began = False, self._late.background.now()
         if self.transformed(self._root):
             self._open.append((None, begins, began))
-            return cast(args), cast(kwargs)
+            return self._cast(args, kwargs)
         self._backward.forget_interrupted()
         self._late.entering(self._root, trains=torch.is_grad_enabled())
         if not (self.writes.allowed or self._open):
@@ -179,7 +187,12 @@ class Forward:
             hooks = HooksOfForward(*self.hooks)
             hooks.__enter__()
         self._open.append((hooks, begins, began))
-        return cast(args), cast(kwargs)
+        return self._cast(args, kwargs)
+
+    def _cast(self, args: Any, kwargs: Any) -> Any:
+        """The inputs of the model in the dtype of computation."""
+        cast = self._precision.cast_inputs
+        return (args, kwargs) if self._precision.compute is None else (cast(args), cast(kwargs))
 
     def _leave_model(self, module: nn.Module, args: Any, output: Any) -> Any:
         if not self._open:

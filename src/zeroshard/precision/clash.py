@@ -11,6 +11,7 @@ from torch import nn
 
 from zeroshard.errors import ModelError, ZeroshardError
 from zeroshard.precision.cast import Precision
+from zeroshard.units.hooks import IN_TRANSFORM
 
 CLASH = "Tensors of different dtypes met in "
 ABOUT_DTYPES = re.compile(r"dtype|scalar type|same type|should be the same|primitive descriptor", re.IGNORECASE)
@@ -46,15 +47,15 @@ def explain_clash(error: BaseException, model: nn.Module, precision: Precision) 
         error.add_note(f"{CLASH}{where} ({found}). {_way_out(path, precision)}")
 
 
-def raise_clash(error: Exception) -> None:
-    """Raise the note of `explain_clash` as an error, if there is one.
+def raise_explained(error: Exception) -> None:
+    """Raise the note of `explain_clash` or `explain_transform` as an error, if there is one.
 
     Raises:
         ModelError: from `error`.
     """
     notes = getattr(error, "__notes__", [])
     for note in notes:
-        if note.startswith(CLASH):
+        if note.startswith((CLASH, IN_TRANSFORM)):
             notes.remove(note)
             raise ModelError(note) from error
 

@@ -18,7 +18,7 @@ import torch
 from zeroshard.comm.collectives import Comm
 from zeroshard.errors import BatchError
 from zeroshard.parts.part import MicrobatchRows
-from zeroshard.units.tensors import tensors_in
+from zeroshard.units.hooks import tensors_in
 
 COUNT = struct.Struct("<qq")  # of a batch: the data rank, and its rows
 DONE = struct.Struct("<qq?")  # of a step by hand: rows of each microbatch, -1 if unlike; microbatches; numbers in use

@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from zeroshard.errors import OffloadError
 from zeroshard.memory.ledger import SavedStorages
-from zeroshard.units.tensors import tensors_in
+from zeroshard.units.hooks import tensors_in
 
 checkpoints: Any = torch.utils.checkpoint
 CHECKPOINTS: str = checkpoints.__file__

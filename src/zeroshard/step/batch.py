@@ -1,4 +1,4 @@
-"""A batch cut into microbatches, and the loss in what a model returned."""
+"""A batch: cut into microbatches, given to a model, and the loss in the output."""
 
 from collections.abc import Mapping
 from itertools import pairwise
@@ -8,6 +8,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from zeroshard.errors import BatchError
+from zeroshard.precision.clash import raise_explained
 from zeroshard.step.losses import Loss
 
 
@@ -122,3 +123,18 @@ def loss_of(model: Any, output: Any, batch: Any) -> Loss:
         return Loss.by_sum(loss * items, (shifted != -100).sum())
     penalty = model.config.router_aux_loss_coef * balance
     return Loss.by_sum((loss - penalty) * items, (shifted != -100).sum(), penalty)
+
+
+def call_with(model: Any, batch: Any) -> Any:
+    """Call a model with a batch: a mapping as keywords, a tuple or list as arguments, anything else as one argument.
+
+    Raises:
+        ModelError: a module computed with tensors of different dtypes, or by a transform that hooks do not reach.
+    """
+    try:
+        if isinstance(batch, Mapping):
+            return model(**batch)
+        return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+    except (RuntimeError, ValueError) as error:
+        raise_explained(error)
+        raise

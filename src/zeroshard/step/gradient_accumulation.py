@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +10,6 @@ from torch import nn
 from zeroshard.comm.mesh import Mesh
 from zeroshard.parts.part import MicrobatchRows, Parts
 from zeroshard.parts.weights import Gatherer
-from zeroshard.precision.call import call
 from zeroshard.schedule import Action, Kind, PipelineSchedule, Schedule, verify
 from zeroshard.schedule.run import Interpreter
 from zeroshard.step.batch import even_share, uneven_microbatches
@@ -46,7 +44,7 @@ class OneStage:
         run: Run,
         steps: Callable[[], int],
     ) -> None:
-        self.evaluate: Callable[..., Any] = partial(call, model)
+        self.evaluate: Callable[..., Any] = model
         self._mesh, self._all, self._run = mesh, parts, run
         self._backward, self._sequence, self._steps = sequence.backward, sequence, steps
         self.actions: Schedule = gatherer.lower(pipeline.step(0))

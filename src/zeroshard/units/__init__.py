@@ -5,8 +5,7 @@ weights), `watched_parameters` (parameters that report reads and writes), `hooks
 """
 
 from zeroshard.units.find import Unit, find_units
-from zeroshard.units.flat import Entry, Flat, Index, is_small
-from zeroshard.units.tensors import norm_of, wide_norm
+from zeroshard.units.flat import Entry, Flat, Index, is_small, norm_of, wide_norm
 from zeroshard.units.watched_parameters import (
     ForwardAlias,
     HeldGradient,

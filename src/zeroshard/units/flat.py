@@ -1,7 +1,8 @@
-"""A flat buffer, its index table, and the user's parameters, which are views into it."""
+"""A flat buffer, its index table, norms and checksums, and the user's parameters, which are views into it."""
 
 import bisect
 import weakref
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -12,6 +13,8 @@ from torch import nn
 from zeroshard.units.find import Unit
 from zeroshard.units.watched_parameters import WatchedParameter, set_values, values_of
 
+TILE = 2**16  # elements; torch would first copy a whole 16-bit vector to fp32, beyond the size of the caches
+CHUNK = 2**24  # bytes copied to the host at a time
 SMALL = 2**14  # elements, up to which Python takes longer per tensor than a copy
 
 
@@ -291,3 +294,31 @@ class Flat:
     def written_while_absent(self) -> bool:
         """Whether a parameter was written while its values were absent (`fill_` cannot be refused)."""
         return self.dtype.is_floating_point and not bool(self._absent.isnan())
+
+
+def norm_of(values: torch.Tensor) -> torch.Tensor:
+    """The 2-norm of a vector [n] as a scalar, computed in fp32 at least."""
+    dtype = torch.promote_types(values.dtype, torch.float32)
+    valueless = values.untyped_storage().device.type == "meta"  # in a rehearsal
+    if values.device.type != "cpu" or values.dtype == dtype or valueless:
+        whole: torch.Tensor = torch.linalg.vector_norm(values, dtype=dtype)
+        return whole
+    parts = [torch.linalg.vector_norm(part, dtype=dtype) for part in values.split(TILE)]
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(parts))
+    return norm
+
+
+def wide_norm(values: torch.Tensor, kind: float = 2.0) -> float:
+    """The p-norm of values, real or complex, for p = `kind`, computed in fp64."""
+    dtype = torch.promote_types(values.dtype, torch.float64)
+    return float(torch.linalg.vector_norm(values, kind, dtype=dtype))
+
+
+def digest_of(tensors: Iterable[torch.Tensor]) -> int:
+    """CRC-32 of the bytes of 1-D tensors, one behind the other."""
+    crc = 0
+    for tensor in tensors:
+        raw = tensor.detach().view(torch.uint8)
+        for start in range(0, raw.numel(), CHUNK):
+            crc = zlib.crc32(raw[start : start + CHUNK].cpu().numpy().data, crc)
+    return crc

@@ -23,7 +23,7 @@ from zeroshard.parts.place import Axis, boxes_of
 from zeroshard.parts.settings import flat
 from zeroshard.plan import Plan
 from zeroshard.step.decision import compare, settings_of
-from zeroshard.units.tensors import digest_of
+from zeroshard.units.flat import digest_of
 from zeroshard.version import __version__
 
 OWN = {"device_memory", "offload.disk"}  # settings of a plan in which ranks on different machines may differ

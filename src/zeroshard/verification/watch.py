@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.parts.technique import ROWS_OF_OTHERS
-from zeroshard.units.hooks import outside
-from zeroshard.units.tensors import tensors_in
+from zeroshard.units.hooks import outside, tensors_in
 from zeroshard.verification.sketch import Sketch, sketch
 
 Place = tuple[str, int]  # the path of a module, and the number of the call in one forward

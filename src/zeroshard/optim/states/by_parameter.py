@@ -20,7 +20,7 @@ from zeroshard.optim.states.restoring import Saved, load_states
 from zeroshard.optim.states.whole_states import NAMES, decoded, encoded, scalars_of, state_pieces
 from zeroshard.optim.trial.probe import SHAPE, try_states
 from zeroshard.parts.part import Parts
-from zeroshard.units.tensors import digest_of
+from zeroshard.units.flat import digest_of
 
 SOURCE = "engine.optimizer.load_state_dict()"
 

@@ -20,8 +20,7 @@ from zeroshard.planner.predict.rehearse import Rates, TrainingTask, quiet
 from zeroshard.planner.predict.shallow import FEW, cut, stacks_of
 from zeroshard.planner.predict.torch_internals import Results, fakes
 from zeroshard.platform.rehearsed import Clock
-from zeroshard.precision.call import call_with
-from zeroshard.step.batch import loss_in
+from zeroshard.step.batch import call_with, loss_in
 
 
 @dataclass(frozen=True, slots=True)

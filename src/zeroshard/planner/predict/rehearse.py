@@ -40,7 +40,7 @@ from zeroshard.schedule.actions import COMPUTE
 from zeroshard.schedule.peaks import ALIKE
 from zeroshard.schedule.simulate import medians
 from zeroshard.traffic import DISK, UPDATE
-from zeroshard.units.tensors import tensors_in
+from zeroshard.units.hooks import tensors_in
 
 TIMED, MOST_TIMED, LEAST_SECONDS = 5, 25, 1.0  # steps that are timed, and for how long at least
 SETTLED = 1  # steps before those that are all alike: the first makes states

@@ -16,8 +16,7 @@ from zeroshard.parts.place import Partial, Split
 from zeroshard.tensor.split.collectives import CopyIn, CutRows, Gathered, JoinRows, Summed, SumOut, Zone, Zones
 from zeroshard.tensor.split.heads import GatheredFeatures, SharedFeatures
 from zeroshard.tensor.split.layers import AwaitedInput, is_column_product
-from zeroshard.units.hooks import Hook
-from zeroshard.units.tensors import tensors_in
+from zeroshard.units.hooks import Hook, tensors_in
 
 # the zone before a node, towards the parameters, by its kind
 BEFORE: dict[Any, Callable[[Any], Zone]] = {
