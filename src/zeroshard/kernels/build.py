@@ -75,7 +75,7 @@ def _target(compiler: str) -> str:
 
 @contextlib.contextmanager
 def _alone(built: Path) -> Iterator[None]:
-    """Let one process of those that want a library build it, while the others wait; a lock is gone with its process.
+    """Build a library in one process while others wait for it; a lock ends with its process.
 
     Where the file system has no locks, or one is held for too long, each builds it.
     """

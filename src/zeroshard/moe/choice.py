@@ -50,27 +50,27 @@ class SharingExperts(Choice):
 
     def remedies(self, ranks: int) -> Iterator[Remedy]:
         """More ranks; where there are no experts to share out, the states stay as large."""
-        for more in self._more(ranks):
+        for more in self._larger_degrees(ranks):
             sentence = f"expert_parallel={more} would bring the states down to fit."
             yield Remedy(sentence, {"expert_parallel.ranks": more}, ranks)
 
     def variants(self, states: States, ranks: int) -> Iterator[Mapping[str, Any]]:
-        """Every number of ranks up to that of the experts, for plans that do not have one already.
+        """Every number of ranks up to the number of experts, for plans without expert parallelism.
 
         Args:
             states: of one rank under the plan.
             ranks: of the whole job.
         """
-        for more in self._more(ranks) if self.ranks == 1 else ():
+        for more in self._larger_degrees(ranks) if self.ranks == 1 else ():
             if more <= states.mixtures.experts:
                 yield {"expert_parallel.ranks": more}
 
-    def _more(self, ranks: int) -> list[int]:
+    def _larger_degrees(self, ranks: int) -> list[int]:
         """Larger numbers of ranks that divide those of a stage."""
         return [more for more in divisors(ranks // self.stages) if more > self.ranks]
 
     def notes(self, host_rate: str) -> tuple[str, ...]:
-        """What is assumed of tokens."""
+        """The assumption about tokens."""
         if self.ranks == 1:
             return ()
         return ("Tokens are taken to fall on all experts alike; a rank with more of them takes longer.",)

@@ -1,4 +1,4 @@
-"""The layer: a router, experts, and what every token passes besides. It stands where a feed-forward layer stood."""
+"""The layer: a router, experts, and a shared expert. It stands where a feed-forward layer stood."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -20,7 +20,7 @@ Mix = Literal["sum", "sigmoid", "softmax"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FeedForward:
-    """What one expert is.
+    """The architecture of one expert.
 
     Attributes:
         activation: "relu", "relu_squared", "gelu", "gelu_tanh" or "silu".

@@ -265,7 +265,7 @@ class _Draws(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Leave out torch's guard against compilation, a sixth of what an operation costs: nothing is compiled."""
+        """Leave out torch's guard against compilation, a sixth of the cost of an operation: nothing is compiled."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -329,7 +329,7 @@ def _refuse_graphs(module: nn.Module, path: str) -> None:
 def random_numbers_of(
     model: nn.Module, exact: bool, seed: int, rows: Rows, zones: ActivationZones | None = None
 ) -> RandomNumbers:
-    """Numbers keyed by what they are of if `exact`, else those of torch's streams.
+    """Random numbers keyed by step, row and module if `exact`, else torch's streams.
 
     A collective call where activations are divided: ranks that work on the same data get the same generators.
 

@@ -161,7 +161,7 @@ class RankStreams:
             accelerator.set_random_state(self._device, self._seeded.manual_seed(seed).get_state())
 
     def _offset(self, zones: int) -> int:
-        """What tells the rank's own stream from those of other ranks; 0 in the one that they share."""
+        """The distance of the rank's own stream from rank 0's; 0 in the stream that they share."""
         return (self._comm.mesh.rank + 1) * OF_RANK if zones & ~AROUND else 0
 
 
@@ -180,7 +180,7 @@ def equalise(comm: Comm) -> None:
 
 
 class _Drawing:
-    """Tells whether a model may draw: cheap, and asked at each forward, since rates may change.
+    """Whether a model may draw: a cheap check at each forward, since rates may change.
 
     Modules of other packages may always draw.
     """

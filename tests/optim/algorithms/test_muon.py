@@ -10,7 +10,7 @@ from optim.equations import gradients_of, run, state_bytes, take_steps, weights_
 from torch import Tensor, nn
 
 from zeroshard.optim import Muon, muon_groups
-from zeroshard.optim.algorithms.muon import QUINTIC, _together, orthogonalize, symmetric_product
+from zeroshard.optim.algorithms.muon import QUINTIC, _batched, orthogonalize, symmetric_product
 from zeroshard.optim.host.states import as_on_devices
 
 SHAPES = [(6, 4), (4, 6), (5, 5), (1, 3), (3, 1)]
@@ -94,7 +94,7 @@ def test_singular_values_come_near_one(shape: tuple[int, ...]) -> None:
 def test_batches_of_products_give_the_same_as_single_ones() -> None:
     stack = torch.randn(3, 20, 30, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     start = stack / torch.linalg.matrix_norm(stack, keepdim=True)
-    torch.testing.assert_close(_together(start, QUINTIC, 5), orthogonalize(stack), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(_batched(start, QUINTIC, 5), orthogonalize(stack), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("n", [1, 100, 256, 257, 700])

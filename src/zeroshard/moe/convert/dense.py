@@ -1,4 +1,4 @@
-"""Feed-forward layers of dense models, found by structure, and what an expert must be to compute the same.
+"""Feed-forward layers of dense models, found by structure, and experts that compute the same.
 
 A copy of each, with a few features and weights of its own, is run beside the activations that experts have: it shows
 which of them the forward applies, in which order a gate and what it gates come, and where features are dropped. No

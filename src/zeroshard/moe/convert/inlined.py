@@ -105,7 +105,7 @@ def _of_torch(block: nn.Module) -> tuple[_Slots, InlinedFeedForward] | None:
 
 
 def _of_encoder(block: nn.Module) -> tuple[_Slots, InlinedFeedForward] | None:
-    """The layer of a block of transformers that has it in two modules, as that of BERT: `intermediate` and `output`."""
+    """The feed-forward layer of a block that has it in two modules, `intermediate` and `output`, as in BERT."""
     first, last = (getattr(block, name, None) for name in ("intermediate", "output"))
     up, activation, down = (
         getattr(first, "dense", None), getattr(first, "intermediate_act_fn", None), getattr(last, "dense", None)

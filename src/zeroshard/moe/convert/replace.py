@@ -68,7 +68,7 @@ class Upcycling:
 
 @dataclass(frozen=True, slots=True)
 class ReplacedLayer:
-    """A feed-forward layer, and what stands in its place.
+    """A feed-forward layer and its replacement.
 
     Attributes:
         path: of the module.
@@ -87,7 +87,7 @@ class ReplacedLayer:
 
 @dataclass(frozen=True, slots=True)
 class Replacement:
-    """What `replace_ffn` did; it prints as a table.
+    """The replacements by `replace_ffn`; prints as a table.
 
     Attributes:
         layers: every feed-forward layer of the model, in its order.
@@ -360,7 +360,7 @@ class _Where:
         return [torch.cat(pieces) for pieces in zip(*halves, strict=True)]
 
     def _changed(self, weights: Mapping[str, Tensor], number: int) -> Mapping[str, Tensor]:
-        """The weights of one copy, with what is drawn anew."""
+        """The weights of one copy, partly drawn anew."""
         if not (self.how.noise or self.how.reinitialise):
             return weights
         chosen = _Drawn(self.how, self.layer.path, number, "features").features(self.layer.hidden)

@@ -2,8 +2,8 @@
 
 Shapes: R rows of this rank, sorted by expert; M rows that this rank computes; D width; n ranks; E experts.
 
-[Note: counts first] Ranks tell each other how many rows they have for each expert, an [n, E] table in all. From it each
-knows the size of every message, so nothing is padded, and ranks without rows or experts without any are no exception.
+[Note: counts first] Ranks all-gather their numbers of rows for each expert, an [n, E] table. It has the size of every
+message, so nothing is padded, and ranks without rows or experts without any are no exception.
 
 [Note: rows by expert and source] What a rank computes is sorted by expert, and of one expert by the rank that the rows
 come from. So the rows of an expert stand in the order in which one process would have those of all ranks.
@@ -136,7 +136,7 @@ class ExpertRanks:
         self._has_formula = machines is None
 
     def delivery(self, counts: Sequence[int], like: Tensor, label: str) -> Delivery:
-        """Tell all ranks how many rows this one has for each expert; a collective call.
+        """All-gather the number of rows of each rank for each expert; a collective call.
 
         Args:
             like: a tensor of the rows' device; where it has no values, all ranks are taken to have the same.
@@ -165,7 +165,7 @@ class ExpertRanks:
             count.planned = (count.planned or 0) + elements
 
     def forget_formula(self) -> None:
-        """A forward is computed again in a backward, perhaps only in part: there is no formula of what it sends."""
+        """Drop the formula: a forward is computed again in a backward, perhaps only in part."""
         self._has_formula = False
         self._comm.counts[Purpose.EXCHANGE_TOKENS].planned = None
 
@@ -224,7 +224,7 @@ class ExpertRanks:
 
 
 class _Shown:
-    """Rows for other ranks in shared memory, until this rank has read what the others show."""
+    """Rows for other ranks in shared memory, until this rank has read theirs."""
 
     def __init__(self, comm: Comm, pieces: Sequence[Tensor], like: Tensor, label: str) -> None:
         filled = [piece for piece in pieces if piece.numel()] or [like[:0]]
@@ -240,7 +240,7 @@ class _Shown:
 
 
 class _Levels:
-    """Messages in two levels: ranks of a machine first collect what each of them sends on to its own place elsewhere.
+    """Messages in two levels: within machines first, then between ranks at the same place of each machine.
 
     Rank j of a machine gets from its neighbours all rows for the ranks j of all machines, and exchanges those with the
     ranks j: n/m messages between machines for each rank, where there were n - n/m, m being the ranks of a machine.

@@ -215,7 +215,7 @@ class ExchangedForward:
 
 
 def _cuts(found: Sequence[FoundExperts], axis: Axis) -> dict[nn.Parameter, Split]:
-    """What this rank keeps of each parameter of experts; mixtures may share them.
+    """The shard of this rank of each expert parameter; mixtures may share parameters.
 
     Raises:
         ModelError: an expert has a parameter without dimensions, or one that belongs to an expert of another rank too.

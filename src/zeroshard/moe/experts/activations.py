@@ -1,4 +1,4 @@
-"""What experts do between their two products, with gradients that write into memory that is there already.
+"""Activations between the two products of experts; their gradients write into existing memory.
 
 Shapes: `made` [n, M] comes from the first product; `hidden` [n, F] goes into the second; M = 2F where gated.
 """

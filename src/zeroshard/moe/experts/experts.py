@@ -227,7 +227,7 @@ def weighed(rows: Tensor, gates: Tensor | None) -> Tensor:
 
 
 class _Weighed(torch.autograd.Function):
-    """Products in the wider dtype, each rounded once to that of the rows without a copy in between."""
+    """Products in the wider dtype, each rounded once to the dtype of the rows, without a copy in between."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, gates: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Modules of experts in a model, whoever wrote them: how many experts, where their parameters lie, what they compute.
+"""Modules of experts in a model, of this package or of others: their number, parameters and computation.
 
 Found are the experts of `zeroshard.moe`, and modules of other packages by their structure: parameters that are all
 stacked [E, ...], or lists of alike modules, with a forward that takes tokens, the chosen experts and their weights, as
@@ -96,7 +96,7 @@ def find_experts(model: nn.Module) -> tuple[FoundExperts, ...]:
 
 
 def unknown_mixtures(model: nn.Module) -> list[str]:
-    """Modules that are experts by the names of their classes, or else know how many there are: paths and classes.
+    """Paths and classes of modules that are experts by the names of their classes, or have a number of experts.
 
     Of modules inside each other the innermost with parameters count, and of those of one class the first.
     """
@@ -162,7 +162,7 @@ def _takes_choices(module: nn.Module) -> bool:
 
 
 def _activation(module: Any, names: set[str]) -> Activation | None:
-    """What experts of transformers' interface do between their products; None for any others."""
+    """The activation of experts with transformers' interface; None for other modules."""
     if not all(isinstance(vars(module).get(flag), bool) for flag in FLAGS) or vars(module).get("has_post_expert_norm"):
         return None
     up = _up(module)
@@ -211,7 +211,7 @@ def _compute_by_forward(module: Any, rows: Tensor, counts: Sequence[int], gates:
 
 @contextmanager
 def _holding(module: Any, experts: int) -> Iterator[None]:
-    """The module knows that it holds so many experts."""
+    """Set the number of experts that a module holds, inside."""
     whole = getattr(module, NUMBER)
     setattr(module, NUMBER, experts)
     try:
@@ -225,7 +225,7 @@ class RoutedForward:
 
     Args:
         experts: E.
-        forward: what computes.
+        forward: computes the experts' outputs.
     """
 
     def __init__(self, module: nn.Module, experts: int, forward: Forward) -> None:

@@ -70,7 +70,7 @@ def expert_rows(rows: Tensor, counts: Sequence[int], gates: Tensor | None, stack
 
 
 def check_counts(counts: Sequence[int], experts: int, rows: int) -> None:
-    """Refuse counts that do not cover the rows: what they left out would be memory that was never written.
+    """Refuse counts that do not cover the rows: other rows would be memory that was never written.
 
     Raises:
         ModelError: there is not one count for each expert, one is negative, or they do not add up to the rows.
@@ -126,7 +126,7 @@ class _Left:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """What is no tensor of the graph, for both directions."""
+    """Arguments other than tensors of the graph, for both directions."""
 
     activation: Activation
     transposed: bool
@@ -186,14 +186,14 @@ class _Tiles:
         return [views[size] for size in self._sizes]
 
     def taking(self, x: Tensor, into: Tensor) -> Callable[[int], Tensor]:
-        """What takes the rows [n, D] of a tile, of tokens [T, D] or of rows; where they are copied, in `into`."""
+        """A function that takes the rows [n, D] of a tile, of tokens [T, D] or of rows; copies go to `into`."""
         if self._order is None:
             return self.parts(x).__getitem__
         tokens, rooms = self.parts(self._order.tokens), self.rooms(into)
         return lambda number: torch.index_select(x, 0, tokens[number], out=rooms[number])
 
     def putting(self, room: Tensor) -> Callable[[int, Tensor], object]:
-        """What puts the rows of a tile into the room of all."""
+        """A function that puts the rows of a tile into `room`."""
         if self._order is None:
             parts = self.parts(room)
             return lambda number, rows: parts[number].copy_(rows)
@@ -231,7 +231,7 @@ class _Experts(torch.autograd.Function):
 
 @dataclass(slots=True)
 class _Kept:
-    """What products left for later need of all rows.
+    """Inputs of products left for later, for all rows.
 
     Attributes:
         of_made: [R, M]; None where no product needs it.
@@ -297,7 +297,7 @@ def _products(stacked: Tensor, bias: Tensor | None, like: Tensor) -> Callable[[i
 
 
 def _forward(x: Tensor, gates: Tensor | None, job: _Job, weights: Sequence[Any]) -> tuple[Tensor, Tensor]:
-    """The output, and what the first products made [R, M] (the hidden features, where they take its place)."""
+    """The output, and the results [R, M] of the first products (hidden features, where they overwrite these)."""
     up, up_bias, down, down_bias = weights
     up, down = (up, down) if job.transposed else (up.mT, down.mT)
     tiles, features = _Tiles(job), up.shape[-1]
@@ -378,7 +378,7 @@ def _add(
     gates: Tensor | None = None,
     into: Tensor | None = None,
 ) -> None:
-    """Add what a tile contributes to a weight and its bias.
+    """Add the contribution of a tile to the gradients of a weight and its bias.
 
     Args:
         of_outputs: [n, O]; still to be multiplied by the gates, if there are any.

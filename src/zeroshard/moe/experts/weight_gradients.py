@@ -47,7 +47,7 @@ class Target:
 def make_later(
     add: Callable[["StackGradient"], None], counts: Sequence[int], dtype: torch.dtype, transposed: bool
 ) -> Callable[[Tensor], None]:
-    """What makes the gradient of a stacked weight in a backward of its own.
+    """A function that makes the gradient of a stacked weight in a backward of its own.
 
     Args:
         add: adds the products of all experts with rows.
@@ -124,7 +124,7 @@ class StackGradient:
         self._end(expert, total, ends)
 
     def finish(self, counts: Sequence[int]) -> Tensor | None:
-        """What autograd gets: the stack, or None where the gradient is in its place already."""
+        """The gradient for autograd: the stack, or None where it is in its place already."""
         if not self._adds:
             for each, count in zip(self._each, counts, strict=True):
                 if not count:

@@ -15,7 +15,7 @@ KINDS = ("learned", "normal", "uniform", "jitter", "gumbel")
 
 @dataclass(frozen=True)
 class Noise:
-    """What is drawn in training: one number for each token and expert, or for each feature.
+    """Random numbers in training: one for each token and expert, or for each feature.
 
     Raises:
         PlanError: a value out of range.
@@ -92,7 +92,7 @@ class SecondChoice:
 
 @dataclass(frozen=True)
 class Gating:
-    """How tokens find experts and what the experts' outputs weigh.
+    """The choice of experts for tokens, and the weights of the experts' outputs.
 
     Raises:
         PlanError: a value out of range, or settings that do not combine.

@@ -166,7 +166,7 @@ class Router(nn.Module):
         return x if dtype is None else x.to(torch.promote_types(torch.promote_types(x.dtype, self.weight.dtype), dtype))
 
     def _product(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x·weightᵀ, in fp32 or in the dtype of the settings, whatever autocast says; at least fp32 at the end."""
+        """x·weightᵀ, in fp32 or in the dtype of the settings, also under autocast; the result in fp32 at least."""
         if self.gating.dtype is None:
             product = F.linear(x, weight)
         else:

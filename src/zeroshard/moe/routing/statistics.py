@@ -158,7 +158,7 @@ class RoutingWatch:
         self._layer = layer
         self._loads: deque[Tensor] = deque(maxlen=WINDOW)
         self._sums: deque[tuple[int, int, int]] = deque(maxlen=WINDOW)
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     def add(self, load: Tensor, tokens: int, dropped: int) -> Iterator[str]:
         """Take in a step; the warnings that it gives rise to.
@@ -175,8 +175,8 @@ class RoutingWatch:
         total = torch.stack(list(self._loads)).sum(0)
         choices, tokens, dropped = map(sum, zip(*self._sums, strict=True))
         for kind, text in self._judged(total, choices, tokens, dropped):
-            if kind not in self._told:
-                self._told.add(kind)
+            if kind not in self._warned:
+                self._warned.add(kind)
                 yield f"Over the last {WINDOW} steps {text} in {self._layer!r}. What helps: {WAYS_OUT}."
 
     def _judged(self, load: Tensor, choices: int, tokens: int, dropped: int) -> Iterator[tuple[str, str]]:
@@ -198,11 +198,13 @@ class MixtureSteps:
     Args:
         comm: of the ranks that have these layers.
         elsewhere: whether a module runs on other ranks alone.
-        together: how many ranks have the same tokens.
+        ranks_per_batch: how many ranks have the same tokens.
     """
 
-    def __init__(self, model: nn.Module, comm: Comm, elsewhere: Callable[[nn.Module], bool], together: int = 1) -> None:
-        self._comm, self._together = comm, together
+    def __init__(
+        self, model: nn.Module, comm: Comm, elsewhere: Callable[[nn.Module], bool], ranks_per_batch: int = 1
+    ) -> None:
+        self._comm, self._ranks_per_batch = comm, ranks_per_batch
         found = list(_layers(model))
         self.reads = bool(found)
         mine = [layer for layer in found if not elsewhere(layer[0])]
@@ -218,7 +220,7 @@ class MixtureSteps:
             own = Comm(part_of(comm.mesh, everyone, "loads of experts"))
             own.counts = comm.counts
             for router in routers:
-                router.summed = _Sum(own, together)
+                router.summed = _Sum(own, ranks_per_batch)
 
     def before_update(self) -> None:
         """Statistics are for the end of the step."""
@@ -250,7 +252,7 @@ class MixtureSteps:
         return {path: _reading(total) for path, total in self._totals_of.items() if int(total["forwards"])}
 
     def _warn(self) -> None:
-        """Tell of mixtures whose routing collapses, on the rank that begins the stage."""
+        """Warn of mixtures whose routing collapses, on the first rank of the stage."""
         for path, total in self._totals_of.items() if self._comm.mesh.rank == 0 else ():
             tokens, dropped = int(total["tokens"]), int(total["dropped"])
             for text in self._watches[path].add(total["load"].cpu(), tokens, dropped):
@@ -262,7 +264,7 @@ class MixtureSteps:
         flat = torch.cat([buffer.reshape(-1).double() for buffers in found for buffer in buffers.values()])
         if self._comm.mesh.ranks > 1:
             self._comm.all_reduce(flat, Purpose.CONTROL, "loads of experts").wait()
-        flat /= self._together
+        flat /= self._ranks_per_batch
         values = iter(flat.split([buffer.numel() for buffers in found for buffer in buffers.values()]))
         return [
             {name: next(values).view(buffer.shape).to(buffer.dtype) for name, buffer in buffers.items()}
@@ -288,15 +290,15 @@ def _reading(total: Mapping[str, Tensor]) -> dict[str, Any]:
 class _Sum:
     """The counts of one forward over all ranks, for losses over the global batch."""
 
-    def __init__(self, comm: Comm, together: int) -> None:
-        self._comm, self._together = comm, together
+    def __init__(self, comm: Comm, ranks_per_batch: int) -> None:
+        self._comm, self._ranks_per_batch = comm, ranks_per_batch
 
     def __call__(self, counts: Tensor) -> Tensor:
         total = counts.clone()
         if counts.is_meta:
             return total
         self._comm.all_reduce(total, Purpose.COUNT_TOKENS, "loads of a forward").wait()
-        return total // self._together
+        return total // self._ranks_per_batch
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[nn.Module, Any, list[Any]]]:

@@ -4,7 +4,7 @@ A matrix [n, m] keeps n + m numbers in fp32 in the place of n*m; a vector keeps 
 sums over rows and columns are kept as means, which give the same second moment R C / mean(R).
 
 A step reads the gradient of a matrix three times: for the means, the size of the update, and the update. On CPUs a
-kernel does it (`host_adafactor`), in memory and offloaded, so that both have the same bits. Elsewhere, and without a
+kernel does it (`host.adafactor`), in memory and offloaded, so that both have the same bits. Elsewhere, and without a
 compiler, torch's operations do: on CPUs in pieces that stay in cache, so that no temporary is as large as the matrix.
 """
 
@@ -246,7 +246,7 @@ def _rate(step: float, group: Options) -> Any:
 
 
 def _numbers(step: float, factor: float, group: Options) -> host_adafactor.Numbers:
-    """What the kernel needs of a parameter group."""
+    """The numbers of a parameter group for the kernel."""
     return host_adafactor.Numbers(
         weight2=1.0 - decay_at(step, group["decay_rate"]),
         eps1=group["eps"][0],

@@ -1,4 +1,4 @@
-"""Muon (Jordan et al., 2024; Liu et al., 2502.16982): momentum, orthogonalised; AdamW for what is no matrix.
+"""Muon (Jordan et al., 2024; Liu et al., 2502.16982): orthogonalised momentum for matrices, AdamW for other parameters.
 
 One optimizer serves a whole model. Which parameters are orthogonalised is one rule: those of at least two dimensions
 (beside `batch_dims`), in parameter groups whose `orthogonalize` is true, which it is unless the group says otherwise.
@@ -52,7 +52,7 @@ def orthogonalize(
     start = (stack.mT if tall else stack).to(kind)
     start = start / torch.linalg.matrix_norm(start, keepdim=True).clamp_(min=SMALLEST)
     one_by_one = on_cpu and kind in (torch.float32, torch.float64)
-    result = (_one_by_one if one_by_one else _together)(start, coefficients, steps)
+    result = (_one_by_one if one_by_one else _batched)(start, coefficients, steps)
     return (result.mT if tall else result).to(stack.dtype)
 
 
@@ -107,7 +107,7 @@ def _one_by_one(stack: torch.Tensor, coefficients: Coefficients, steps: int) -> 
     return result
 
 
-def _together(stack: torch.Tensor, coefficients: Coefficients, steps: int) -> torch.Tensor:
+def _batched(stack: torch.Tensor, coefficients: Coefficients, steps: int) -> torch.Tensor:
     a, b, c = coefficients
     for _ in range(steps):
         gram = torch.bmm(stack, stack.mT)
@@ -208,7 +208,7 @@ class Muon(TensorOptimizer):
             adamw_steps(others, [self._state(p, group) for p in others], group)
         matrices = [p for p in parameters if _is_matrix(p, group)]
         if matrices and not on_cpus(matrices[0]):
-            self._change_together(matrices, group)
+            self._change_batched(matrices, group)
             return
         for parameter in matrices:
             state = self._state(parameter, group)
@@ -223,7 +223,7 @@ class Muon(TensorOptimizer):
         update = _momentum(parameter, state, group)
         _apply(parameter, orthogonalize(update, group["ns_coefficients"], group["ns_steps"], group["dtype"]), group)
 
-    def _change_together(self, parameters: Sequence[torch.Tensor], group: Options) -> None:
+    def _change_batched(self, parameters: Sequence[torch.Tensor], group: Options) -> None:
         """As `_change`, with all matrices of one shape in one batch of products."""
         stacks: dict[Any, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for parameter in parameters:

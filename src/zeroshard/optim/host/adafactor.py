@@ -26,7 +26,7 @@ TALL, TILE = 64, 2**17  # rows of a tile, at least; and its elements, at least, 
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """What a step needs besides tensors, in fp64.
+    """The numbers of a step, in fp64.
 
     Attributes:
         weight2: 1 - beta2 of this step.

@@ -65,7 +65,7 @@ NONE, FP32, BF16, FP16, SPLIT, SIGNED, UNSIGNED = range(7)
 
 
 class Values(ctypes.Structure):
-    """A vector as the kernel knows it: data, and remainders or scales."""
+    """A vector of the kernel: data, and remainders or scales."""
 
     _fields_ = (("data", ctypes.c_void_p), ("rest", ctypes.c_void_p))
 
@@ -169,7 +169,7 @@ def adam_update(
 
 @torch.no_grad()
 def fp32_update(gradient: Tensor, scalars: Scalars, parameter: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
-    """As `adam_update`, in place and of fp32 alone, for small tensors too: the caller knows that they fit.
+    """As `adam_update`, in place and of fp32 alone, without checks, which take long for small tensors.
 
     Args:
         gradient, parameter, exp_avg, exp_avg_sq: fp32 and contiguous on the CPU, of one shape.
@@ -192,7 +192,7 @@ def backend() -> str:
 
 @contextmanager
 def using(name: str) -> Iterator[None]:
-    """Let a back end be used inside the block, whatever the machine has; for tests and benchmarks."""
+    """Use a back end inside the block, on any machine; for tests and benchmarks."""
     global _chosen
     before, _chosen = _chosen, name
     try:
@@ -283,7 +283,7 @@ def _kind(vector: Tensor | StateSplit | Moment) -> int:
 
 
 def _check(gradient: Tensor, before: HostStates, after: HostStates | None, out: Tensor | None) -> None:
-    """The kernel trusts what it is given, so nothing wrong may reach it."""
+    """Refuse tensors that the kernel, which checks nothing, cannot update."""
     n = gradient.numel()
     half, full = (torch.bfloat16, torch.float16), (torch.float32,)
     _check_one("the gradient", gradient, n, half + full)

@@ -45,7 +45,7 @@ class CollectiveSpans(ABC):
 
     @property
     def reads_alone(self) -> bool:
-        """Whether a step leaves gradients as they are: what is sent may be made of them in place."""
+        """Whether a step leaves gradients as they are: messages may be made of them in place."""
         return False
 
     @property
@@ -60,7 +60,7 @@ class CollectiveSpans(ABC):
 
     @property
     def held(self) -> HeldTensors:
-        """What the optimizer holds."""
+        """The tensors that the optimizer holds."""
         return self._optimizer.held
 
     @property
@@ -69,7 +69,7 @@ class CollectiveSpans(ABC):
         return self._optimizer.layout
 
     def state_bytes(self, number: int) -> int:
-        """Bytes of the states of what this rank updates."""
+        """Bytes of the states that this rank updates."""
         return self._optimizer.state_bytes(number)
 
     def join(self, number: int, gradient_of: GradientOf, then: Callable[[], None]) -> None:
@@ -335,7 +335,7 @@ class JoinedSpans(CollectiveSpans):
         return self._arena.take(numel, self._absent.dtype, "whole matrices")
 
     def _exchange(self, out: Views, into: Views, label: str) -> None:
-        """Copy what this rank has for each rank to where that wants it."""
+        """All-to-all of matrix pieces: pack by destination, exchange, unpack."""
         sends, receives = ([sum(view.numel() for view in of) for of in each] for each in (out, into))
         message, arrived = self._take(sum(sends)), self._take(sum(receives))
         with torch.no_grad():
@@ -371,7 +371,7 @@ def spans_of(
     arena: Arena,
     wholes: MatrixScratch,
 ) -> Steps:
-    """What steps over a flat: the optimizer itself, or its steps over matrices of which the flat has parts.
+    """The steps over a flat: the optimizer itself, or its steps over matrices of which the flat has parts.
 
     Args:
         members: the parameters of the flat as they were dealt out, by name.

@@ -130,7 +130,7 @@ class Owners:
 
     @property
     def summary(self) -> str:
-        """What owners do and cost, in sentences for `engine.owners`; empty where there are none."""
+        """The owners and their cost, in sentences for `engine.owners`; empty where there are none."""
         return " ".join(filter(None, (self._slices_summary, self._joined_summary)))
 
     @property
@@ -141,7 +141,7 @@ class Owners:
         joined = self.joined
         return (
             f"Each of {len(joined._owners)} parameters that {joined._over} split is put together by one of them, which "
-            f"updates it whole for {self._optimizer}. The fullest of these updates {joined._fullest:.2f} times the "
+            f"updates it whole for {self._optimizer}. The fullest of these updates {joined._imbalance:.2f} times the "
             f"mean of elements; gradients and values are sent there, and new values back."
         )
 
@@ -157,7 +157,7 @@ class Owners:
         )
         return (
             f"{self._optimizer} needs whole tensors: each of {len(self._owners)} parameters is updated by one owner "
-            f"among {self._over}.{rows if cut else ''} The fullest rank owns {self._fullest:.2f} times the mean of "
+            f"among {self._over}.{rows if cut else ''} The fullest rank owns {self._imbalance:.2f} times the mean of "
             f"elements; as many elements go over the wire as with even slices{', and what is asked' if cut else ''}."
         )
 
@@ -167,7 +167,7 @@ class Owners:
         return " and ".join(dict.fromkeys(f"{len(of)} ranks" for of in self.shares))
 
     @property
-    def _fullest(self) -> float:
+    def _imbalance(self) -> float:
         """The elements of the rank with the most, over the mean of its group."""
         return max(len(of) * max(of) / max(1, sum(of)) for of in self.shares)
 

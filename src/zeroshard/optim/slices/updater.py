@@ -143,7 +143,7 @@ class DeviceUpdater(Untrained):
         self._optimizer.split(self._number, cuts)
 
     def follow(self) -> None:
-        """Let the values view the buffer that now holds the parameters."""
+        """Point the values at the buffer that holds the parameters now."""
         self.values = self.weights.full[self.start : self.start + self.values.numel()]
         self._optimizer.rebind(self._number, self.values, self.start)
 
@@ -178,7 +178,7 @@ class DeviceUpdater(Untrained):
             yield Planned("device", Category.OPTIMIZER_STATES, nbytes, Fraction(0))
 
     def wire(self, work: Work) -> Wire:
-        """What a step sends."""
+        """The messages of a step."""
         if not isinstance(self._optimizer, SpanOptimizer):
             yield from self._optimizer.wire(work)
 

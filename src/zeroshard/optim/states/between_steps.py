@@ -33,7 +33,7 @@ class Assembled(Protocol):
 
 
 class BetweenSteps:
-    """Carries out what the user asks of an engine's optimizer.
+    """The user's calls of an engine's optimizer between steps.
 
     The optimizer, which may live longer, refers to it weakly.
 

@@ -217,14 +217,14 @@ def _option(path: Path, at: str, saved: Any, live: Any, free: bool) -> Any:
         free: whether the option may also be None, a number or a bool, since its default is None.
     """
     value = _decoded(path, at, saved)
-    if not _alike(value, live, free):
+    if not _same_type(value, live, free):
         raise CheckpointError(f"{path} says that {at} is {shown(value)}, and here it is {shown(live)}. {WAY_OUT}")
     if isinstance(value, torch.Tensor) and isinstance(live, torch.Tensor):
         return value.to(live.device)
     return list(value) if isinstance(live, list) else value
 
 
-def _alike(value: Any, live: Any, free: bool) -> bool:
+def _same_type(value: Any, live: Any, free: bool) -> bool:
     """Whether a saved value has the type and form of the one in use."""
     if isinstance(value, torch.dtype) or isinstance(live, torch.dtype):
         return all(isinstance(each, torch.dtype) or (free and each is None) for each in (value, live))
@@ -234,7 +234,7 @@ def _alike(value: Any, live: Any, free: bool) -> bool:
         return type(value) is type(live)
     if isinstance(live, (list, tuple)):
         pairs = zip(value, live, strict=False) if isinstance(value, tuple) else ()
-        return isinstance(value, tuple) and len(value) == len(live) and all(_alike(a, b, False) for a, b in pairs)
+        return isinstance(value, tuple) and len(value) == len(live) and all(_same_type(a, b, False) for a, b in pairs)
     return bool(_finite(value)) or (_finite(live) is False and _finite(value) is False)
 
 

@@ -164,7 +164,7 @@ def options_of(parts: Iterable[Part], optimizer: torch.optim.Optimizer) -> list[
 
 
 def merged_options(everyone: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What all ranks know of the optimizer: rank 0's class and options, and the names and scalars of all."""
+    """The optimizer of all ranks: rank 0's class and options, and the names and scalars of all."""
     groups = [
         {**of_ranks[0], NAMES: sorted(set().union(*(group[NAMES] for group in of_ranks)))}
         for of_ranks in zip(*(rank["groups"] for rank in everyone), strict=True)

@@ -208,7 +208,7 @@ class DataFlow(TorchDispatchMode):
 
 
 class _Calls(TorchFunctionMode):
-    """Tells a flow of calls that are no operations."""
+    """Enters calls that are no operations into a data flow."""
 
     def __init__(self, flow: DataFlow) -> None:
         super().__init__()

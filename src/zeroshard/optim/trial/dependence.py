@@ -1,4 +1,4 @@
-"""On what each parameter's update depends, found by the flow of data in trial steps ([Note: data flow]).
+"""The dependences of each parameter's update, by the flow of data in trial steps ([Note: data flow]).
 
 Torch's own optimizers are known; those of others are watched. What the flow does not show is disturbed instead: where
 Python reads values of a parameter, that one gets gradients and values of every magnitude, and no other may change.
@@ -80,7 +80,7 @@ def _watched(trial: "_Trial") -> Dependence:
 
 
 def _judged(trial: "_Trial", flow: DataFlow) -> Dependence:
-    """What the data that a trial has left say."""
+    """The dependences that a trial has shown."""
     trial.read = bool(flow.read)
     on_elements = "Python reads values of the parameter" if flow.read else None
     on_parameters = "Python reads numbers that come from several parameters" if flow.together else None
@@ -111,7 +111,7 @@ class MethodCall:
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """What a method of an optimizer, other than its step, does with tensors.
+    """The effect on tensors of a method of an optimizer other than its step.
 
     Attributes:
         writes: whether it changes parameters or states.
@@ -315,7 +315,7 @@ class _Trial:
         }
 
     def _set_counts(self, count: int) -> None:
-        """Let what has grown by one in the last step be a count of so many steps."""
+        """Set numbers that grew by one in the last step to a count of so many steps."""
         tables, before = self._tables(), self._before
         for (place, key), value in self._counts().items():
             if before.get((place, key), value) == value - 1:
@@ -360,7 +360,7 @@ def _disturbed(optimizer: torch.optim.Optimizer, members: Sequence[tuple[Options
 
 
 def _refuse_names(optimizer: torch.optim.Optimizer, trial: _Trial) -> None:
-    """Refuse an optimizer that goes by what parameters have in the model and slices do not."""
+    """Refuse an optimizer that reads attributes of parameters that slices do not have."""
     name, parameters = type(optimizer).__name__, [p for group in optimizer.param_groups for p in group["params"]]
     for key in trial.probe.state:
         if not isinstance(key, Tensor):

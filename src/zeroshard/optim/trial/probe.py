@@ -78,18 +78,18 @@ def _check_tensors_alone(optimizer: torch.optim.Optimizer, group: dict[str, Any]
             f"{name} does not run by step() alone ({type(error).__name__}: {error}). {_way_out(optimizer, error)}"
         ) from error
     together, again, alone = (run.values for run in runs)
-    if not _alike(together, again):
+    if not _close(together, again):
         raise OptimizerError(
             f"{name} gives other results each time, so it draws random numbers. Ranks that update the same parameter "
             f"would draw others, and none those of one process: use an optimizer that draws none."
         )
-    if not _alike(together, alone):
+    if not _close(together, alone):
         raise _depend(optimizer, "it gives other results when it steps over one parameter after the other")
     return runs[0].rebinds
 
 
 def _way_out(optimizer: torch.optim.Optimizer, error: Exception) -> str:
-    """What to do about an optimizer whose trial step has failed."""
+    """The way out for an optimizer whose trial step has failed."""
     said = f"{error}".lower()
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if "closure" in said or (closure is not None and closure.default is closure.empty):
@@ -104,7 +104,7 @@ def _way_out(optimizer: torch.optim.Optimizer, error: Exception) -> str:
 
 
 def _watched(optimizer: torch.optim.Optimizer) -> Dependence:
-    """On what the updates of an optimizer depend."""
+    """The dependences of the updates of an optimizer."""
     try:
         return dependence_of(optimizer)
     except OptimizerError:
@@ -168,14 +168,14 @@ def _try_shape(optimizer: torch.optim.Optimizer, group: dict[str, Any], shape: t
         raise OptimizerError(
             f"{name} does not run on flat slices ({type(error).__name__}: {error}). {way_out}"
         ) from error
-    if not _alike([torch.cat(pieces.values)], [whole.values[0].flatten()]):
+    if not _close([torch.cat(pieces.values)], [whole.values[0].flatten()]):
         raise OptimizerError(
             f"{name} gives other results on flat slices than on whole tensors, so it needs whole tensors. {way_out}"
         )
     return replace(_layout(name, whole.states, shape, way_out), rebinds=whole.rebinds)
 
 
-def _alike(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+def _close(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
     return all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(some, others, strict=True))
 
 
@@ -207,7 +207,7 @@ def _cut(tensor: torch.Tensor, at: int) -> list[torch.Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """What trial steps left: the values of each tensor, the states of the first, and `StateLayout.rebinds`."""
+    """The result of trial steps: the values of each tensor, the states of the first, and `StateLayout.rebinds`."""
 
     values: list[torch.Tensor]
     states: dict[str, Any]
