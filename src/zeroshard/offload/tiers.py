@@ -1,4 +1,4 @@
-"""The tiers below the device: host memory, a disk, the link to them, and which units are kept there.
+"""The tiers below the device: slices on the host or a disk, the link to them, and the choice of units kept there.
 
 [Note: L2L] Layer-to-layer execution (Pudipeddi et al., 2002.05645): a slice of parameters stays below the device, and
 `zero.weights.Sliced` brings it for its unit's forward and backward, the next one beside them; so the device holds two
@@ -376,7 +376,7 @@ class HostTiers:
 
     def bring(self, weights: Weights, into: torch.Tensor, purpose: Purpose) -> tuple[torch.Tensor, Task | None]:
         """Start to copy a slice of parameters into its part of the gathered buffer, after its update."""
-        after, weights.update = [] if weights.update is None else [weights.update], None
+        after = [] if (update := weights.take_update()) is None else [update]
         index = weights.flat.index
         padding = index.padding_in(*index.interval(weights.rank))
         evaluates = purpose is Purpose.GATHER_TO_EVALUATE

@@ -62,7 +62,7 @@ class HostUpdater(MasterUpdater):
         self._updates, self.unit = updates, unit
 
     def update(self, gradients: Gradients, written: bytes, factor: float) -> None:
-        """Take one step with the gradients times `factor`, and begin to copy the new weights to the device."""
+        """Take one step with the gradients times `factor`, and start to copy the new weights to the device."""
         (gradient,) = gradients.for_update()
         fuses = self._optimizer.fuses
         if not fuses:
@@ -75,7 +75,7 @@ class HostUpdater(MasterUpdater):
             gradients.reduction.used()
         else:
             out.copy_(self.values)
-        self._updates.rise(HostUpdate(self.weights, self.unit, self.start, None, out, staging))
+        self._updates.progress(HostUpdate(self.weights, self.unit, self.start, None, out, staging))
 
     @property
     def leaves(self) -> tuple[Arena | None, int]:
@@ -150,8 +150,8 @@ class HostAdam(HostUpdater):
         self._sum.on_put = self._speculate
 
     def update(self, gradients: Gradients, written: bytes, factor: float) -> None:
-        """Register the update; `HostUpdates.start` begins those of the step in the order of the forward."""
-        self._updates.tell(self.unit, partial(self._begin, written))
+        """Enqueue the update; `HostUpdates.start` starts those of the step in the order of the forward."""
+        self._updates.enqueue(self.unit, partial(self._start, written))
 
     def forget(self) -> int:
         """Drop the update that ran ahead and was not taken over; returns its number."""
@@ -203,8 +203,8 @@ class HostAdam(HostUpdater):
     def _per_element(self, value: Any, span: Span) -> bool:
         return isinstance(value, Blockwise) or super()._per_element(value, span)
 
-    def _begin(self, written: bytes, factor: float, late: bool) -> HostUpdate:
-        """Begin one step with the sum times `factor`, or take over the update that ran ahead, if it was right.
+    def _start(self, written: bytes, factor: float, late: bool) -> HostUpdate:
+        """Start one step with the sum times `factor`, or take over the update that ran ahead, if it was right.
 
         Args:
             late: the weights reach the device at the end of the next step.
@@ -227,13 +227,13 @@ class HostAdam(HostUpdater):
         return update
 
     def _write_states(self, pieces: Sequence[SlicePiece], factor: float) -> None:
-        """Begin the second part of an update whose new weights were made first."""
+        """Start the second part of an update whose new weights were made first."""
         self._sum.reader = self._host_slice.update(pieces, self._sum.sum, factor, None, self._sum.arrived)
 
     def _launch(
         self, pieces: Sequence[SlicePiece], factor: float, aside: bool, weights_alone: bool = False
     ) -> HostUpdate:
-        """Begin one update.
+        """Start one update.
 
         Args:
             aside: do not write where the device reads.
@@ -251,13 +251,13 @@ class HostAdam(HostUpdater):
         return HostUpdate(self.weights, self.unit, self.start, task, source, staging, placed, lender)
 
     def _speculate(self) -> None:
-        """Begin to make the new weights, if the gradient seems complete ([Note: speculation])."""
+        """Start to make the new weights, if the gradient seems complete ([Note: speculation])."""
         speculations = self._updates.speculations
         if self._sum.puts != self._expected or self._ahead is not None or not speculations.likely:
             return
         if self._may_run_ahead is None:
             nbytes = self.values.numel() * self.weights.flat.dtype.itemsize
-            self._may_run_ahead = not self._host_slice.on_disk and speculations.has_room(nbytes)
+            self._may_run_ahead = not self._host_slice.on_disk and speculations.reserve(nbytes)
         if self._may_run_ahead and not self._host_slice.behind:
             pieces, factor = self._pieces(self.spans), speculations.likely_factor
             update = self._launch(pieces, factor, aside=True, weights_alone=True)

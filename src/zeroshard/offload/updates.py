@@ -1,6 +1,10 @@
 """All updates below the device of one engine: when they run, and when the new weights reach the device.
 
-[Note: after the norm] A step ends when its updates are begun, in the order of the forward. The next forward waits for
+The life of one update: an updater enqueues it (`enqueue`); the end of the step starts it (`start`); its new weights are
+copied to where forwards read them (`progress`); the first use of its unit waits for it (`_settle`), and its slice is
+published to the ranks that keep whole weights (`Weights.publish`).
+
+[Note: after the norm] A step ends when its updates are started, in the order of the forward. The next forward waits for
 each unit's weights where it needs them, and so does a read of a parameter ([Note: arriving]). A slice that
 other ranks need is published then, in one fixed order.
 
@@ -254,7 +258,7 @@ class HostUpdate:
 
 @dataclass(slots=True)
 class Speculation:
-    """New weights that were made before it was known whether they are wanted, and what they were made from."""
+    """New weights that were made before the verdict, and the inputs of that update."""
 
     update: HostUpdate
     pieces: Sequence[SlicePiece]
@@ -276,7 +280,7 @@ class Speculates(Protocol):
 
 
 class Speculations:
-    """Updates before the verdict: whether to begin one, and whether its weights are kept ([Note: speculation]).
+    """Updates before the verdict: when one may start, and whether its weights are kept ([Note: speculation]).
 
     Args:
         unclipped: the factor on the gradients of the step under way, unless they are clipped.
@@ -290,7 +294,7 @@ class Speculations:
 
     @property
     def likely_factor(self) -> float:
-        """The factor that a speculation takes: not clipped, and of as many tokens as the last step counted."""
+        """The factor of speculations: not clipped, and for as many tokens as the last step counted."""
         return self._unclipped()
 
     def decide(self, factor: float | None) -> None:
@@ -299,12 +303,12 @@ class Speculations:
 
     @property
     def likely(self) -> bool:
-        """Whether an update may begin before the verdict."""
+        """Whether an update may start before the verdict."""
         policy = self._lower.policy
         return policy.speculate and not policy.delayed_update and sum(self._wrong) <= MOST_WRONG
 
-    def has_room(self, nbytes: int) -> bool:
-        """Whether the host has memory for the new weights of a slice, beside all states; to be asked once by each."""
+    def reserve(self, nbytes: int) -> bool:
+        """Reserve host memory for the new weights of a slice, once; False where states leave too little."""
         if self._left is None:
             self._left = self._lower.spare()
         fits = nbytes <= self._left
@@ -312,17 +316,17 @@ class Speculations:
         return fits
 
     def take_over(self, write_states: Callable[[], None]) -> None:
-        """The weights were right; `write_states` begins to write the states."""
+        """The weights were right; `write_states` is to be called after all weights of the step."""
         self._speculation_counts.taken += 1
         self._later.append(write_states)
 
     def write_states(self) -> None:
-        """Begin to write the states of updates whose weights were right."""
+        """Start to write the states of updates whose weights were right."""
         while self._later:
             self._later.pop()()
 
     def undo(self, wrong: Speculation) -> None:
-        """An update before the verdict was wrong."""
+        """Wait for an update before the verdict that was wrong, and free its memory."""
         assert wrong.update.task is not None
         wrong.update.task.wait()
         if wrong.update.staging is not None:
@@ -355,8 +359,8 @@ class HostUpdates(LateUpdates):
         self.link, self.host, self.arena = lower.link, lower.host, arena
         self._root = units - 1
         self._gathers = gathers
-        self._todo: list[tuple[int, Callable[[float, bool], HostUpdate]]] = []
-        self._rising: list[tuple[HostUpdate, Task]] = []
+        self._queued: list[tuple[int, Callable[[float, bool], HostUpdate]]] = []
+        self._in_progress: list[tuple[HostUpdate, Task]] = []
         self._seen: set[int] = set()  # units whose parameters the user sees without asking them
         self.staging = StagingMemory(lower.host)
         self._late: list[HostUpdate] = []
@@ -364,7 +368,7 @@ class HostUpdates(LateUpdates):
         self._adams: list[Speculates] = []
 
     def join(self, updater: Speculates) -> None:
-        """Take in an updater whose updates may run before the verdict."""
+        """Register an updater whose updates may run before the verdict."""
         self._adams.append(updater)
 
     def spans_installed(self) -> None:
@@ -372,23 +376,23 @@ class HostUpdates(LateUpdates):
         for updater in self._adams:
             updater.spans_installed()
 
-    def tell(self, unit: int, begin: Callable[[float, bool], HostUpdate]) -> None:
-        """Let `start` begin an update of a unit, with the factor on its gradients and whether it is late."""
-        self._todo.append((self._turn(unit), begin))
+    def enqueue(self, unit: int, start: Callable[[float, bool], HostUpdate]) -> None:
+        """Register an update of a unit; the end of the step calls start(factor on the gradients, delayed)."""
+        self._queued.append((self._turn(unit), start))
 
     def start(self, factor: float, step: int) -> None:
-        """Begin the updates of a step, with gradients times `factor`, after `step` steps before."""
+        """Start the updates of a step, with gradients times `factor`, after `step` steps before."""
         self._commit()
         self.speculations.decide(factor)
         late = self._policy.delayed_update and step >= self._policy.delayed_warmup
-        todo, self._todo = sorted(self._todo, key=lambda item: item[0]), []
-        for _, begin in todo:
-            update = begin(factor, late)
-            self._late.append(update) if late else self.rise(update)
+        queued, self._queued = sorted(self._queued, key=lambda item: item[0]), []
+        for _, start in queued:
+            update = start(factor, late)
+            self._late.append(update) if late else self.progress(update)
         self.speculations.write_states()
         self.forget()
         self._finish_seen()
-        if todo:
+        if queued:
             self._optimizer.touch()
 
     def skip(self) -> None:
@@ -413,7 +417,7 @@ class HostUpdates(LateUpdates):
 
     def finish(self) -> None:
         """Wait for all new weights on the device, but for those of delayed updates."""
-        self._settle(list(self._rising))
+        self._settle(list(self._in_progress))
 
     def entering(self, root: int, trains: bool) -> None:
         """A forward begins, which to train uses weights that may be one update old, and else the latest."""
@@ -426,14 +430,14 @@ class HostUpdates(LateUpdates):
     def need(self, unit: int) -> None:
         """Wait for the new weights of a unit, and of all units before it."""
         last = self._turn(unit)
-        self._settle([item for item in self._rising if self._turn(item[0].unit) <= last])
+        self._settle([item for item in self._in_progress if self._turn(item[0].unit) <= last])
 
     def awaited(self, units: Iterable[int]) -> Iterable[int]:
         """All units, if any are updated on the host; none where units are gathered for use, since the gather waits."""
         return units if self._policy.optimizer and not self._gathers else ()
 
-    def rise(self, update: HostUpdate) -> None:
-        """Copy new weights to where forwards find them."""
+    def progress(self, update: HostUpdate) -> None:
+        """Start to copy new weights to where forwards read them."""
         weights, link, task = update.weights, self.link, update.task
         after = [] if task is None else [task]
         own, source, label = weights.own, update.source, weights.flat.label
@@ -446,8 +450,8 @@ class HostUpdates(LateUpdates):
         assert task is not None
         if update.lender is not None:
             update.lender.reader = task
-        weights.update = task
-        self._rising.append((update, task))
+        weights.begin_update(task)
+        self._in_progress.append((update, task))
         if not withhold(weights, partial(self.need, update.unit)):
             self._seen.add(update.unit)
 
@@ -458,7 +462,7 @@ class HostUpdates(LateUpdates):
     def _commit(self) -> None:
         """Copy the weights of delayed updates to the device ([Note: delayed update])."""
         for update in self._late:
-            self.rise(update)
+            self.progress(update)
         self._late.clear()
 
     def _finish_seen(self) -> None:
@@ -470,12 +474,11 @@ class HostUpdates(LateUpdates):
     def _settle(self, items: Sequence[tuple[HostUpdate, Task]]) -> None:
         for item in items:
             update, task = item
-            self._rising.remove(item)
+            self._in_progress.remove(item)
             task.wait()
             if update.staging is not None:
                 self.staging.leave(update.staging, task)
-            if update.weights.update is task:
-                update.weights.update = None
+            update.weights.end_update(task)
             update.weights.publish()
         for update, _ in items:
             update.weights.published()

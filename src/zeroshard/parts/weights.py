@@ -55,7 +55,6 @@ class Weights:
         sliced: whether the values go between uses.
         copied: whether this rank keeps a whole copy of its own.
         lost: why a write into the parameters outside of `gathered()` is lost, in words; None where it is kept.
-        update: of `own`, under way; a gather comes after it.
         awaits: waits for the values, while `residence` is ARRIVING.
     """
 
@@ -65,7 +64,7 @@ class Weights:
     sliced: bool = False
     copied: bool = True
     lost: str | None = None
-    update: Task | None = None
+    _update: Task | None = None  # of `own`, under way
     awaits: Callable[[], None] | None = None
 
     def __init__(self, flat: Flat, comm: Comm, ledger: Ledger, publishes: bool) -> None:
@@ -113,9 +112,23 @@ class Weights:
         """Parameters that outlive the engine get their values, unless other ranks have a part in them."""
         if self.residence is Residence.ARRIVING and not (self._publishes or sys.is_finalizing()):
             with contextlib.suppress(OffloadError):
-                if self.update is not None:
-                    self.update.wait()
+                if self._update is not None:
+                    self._update.wait()
                 arrived(self)
+
+    def begin_update(self, task: Task) -> None:
+        """An update of `own` is under way, which the next gather comes after."""
+        self._update = task
+
+    def take_update(self) -> Task | None:
+        """The update under way, which the caller waits for in place of `end_update`."""
+        update, self._update = self._update, None
+        return update
+
+    def end_update(self, task: Task) -> None:
+        """This update has ended."""
+        if self._update is task:
+            self._update = None
 
     def lend(self) -> None:
         """The user's views follow later updates, as in PyTorch."""

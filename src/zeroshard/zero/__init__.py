@@ -6,9 +6,10 @@ in which units are gathered (`gather_order`) and reduced (`reductions`); `byte_f
 """
 
 from zeroshard.zero.byte_formulas import StateBytes, state_bytes, wire_elements
-from zeroshard.zero.gather_order import ByChunk, ByPass
+from zeroshard.zero.gather_order import ByPass
 from zeroshard.zero.gradients import Accumulation, BufferedGradients
 from zeroshard.zero.residency import Residency
+from zeroshard.zero.weights import ByChunk
 
 __all__ = [
     "Accumulation",

@@ -1,12 +1,13 @@
-"""In which order units are gathered: one list per kind of pass, the same on all ranks, with the next unit prefetched.
+"""The order in which passes gather sliced units, as modules use them, with the next unit ahead.
 
-[Note: one order for all ranks] Collectives match by order alone, so every rank walks the same list whatever its own
-data makes it do: a unit that this rank skips is gathered and dropped in its turn, because another rank may need it.
-The list starts as the registration order; at the end of the first pass the ranks merge what each of them used.
-A rank that wants a unit off the list goes through the rest of the list first, so that no other rank waits for it, and
-asks then; the others hear it when they begin their next pass, gather the unit with it, and have it on their lists from
-then on; the backward of that forward begins with such units in the reverse order. A unit that one rank alone wants off
-the list of a backward is an error: the others update by then.
+[Note: one order for all ranks] Collectives match by order alone, so every rank walks one list per kind of pass,
+whatever its own data: a unit that this rank skips is gathered and freed in its turn, because another rank may need it.
+The list starts as the registration order; at the end of the first pass the ranks merge their records.
+
+[Note: unplanned units] A rank that needs a unit which is not on the list first walks the rest of the list, so that no
+other rank waits for it, and then announces the unit. The others read the announcement when their next pass begins: they
+gather the unit too, and have it on their lists from then on. The backward of that forward begins with unplanned units,
+in reverse order. A unit that one rank alone needs off the list of a backward is an error: the others update by then.
 
 [Note: numbers of nodes] Autograd numbers the nodes of a graph as the forward makes them, and of those that are ready it
 runs the one with the highest number first; a node that accumulates a parameter's gradient comes before all others. So
@@ -17,45 +18,89 @@ have numbers of their own, which say nothing about the graph around it.
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 
 from zeroshard.comm.collectives import Comm, Purpose
-from zeroshard.errors import CommError, PlanError
+from zeroshard.errors import CommError
 from zeroshard.parts.weights import Gatherer, PassKind, Residence, Weights
 from zeroshard.schedule import Schedule, with_gathers
 from zeroshard.units import Unit
 
 AT_ONCE = 3  # units that are gathered at once: the root, the one that computes, and one more
-DETOUR, WORD = "unit", 32  # the first word of one who wants a unit off the list; characters of a rank's words
+FRAME = 32  # bytes of an announcement
 CALLS = 64  # forwards of a unit that are remembered for their backwards
 
 
+class Announce(NamedTuple):
+    """The next thing that a rank does, on which all ranks agree.
+
+    Attributes:
+        action: "begin" or "end" of a pass, or "unit" for the gather of an unplanned unit.
+        number: of the pass that begins, or of the unit.
+        kind: of the pass; None for a unit outside of passes.
+    """
+
+    action: str
+    number: int
+    kind: PassKind | None
+
+    @classmethod
+    def unpack(cls, frame: bytes) -> "Announce":
+        """The announcement in these bytes."""
+        first, *rest = frame.decode().split()
+        if first == "unit":
+            return cls("unit", int(rest[0]), PassKind(rest[1]) if rest[1:] else None)
+        return cls("end", 0, PassKind(rest[0])) if first == "end" else cls("begin", int(rest[0]), PassKind(first))
+
+    def pack(self) -> bytes:
+        """The announcement as bytes of one length."""
+        return str(self).ljust(FRAME).encode()
+
+    def __str__(self) -> str:
+        return {
+            "begin": f"{self.kind} {self.number}", "end": f"end {self.kind}",
+            "unit": f"unit {self.number} {self.kind or ''}".rstrip(),
+        }[self.action]  # fmt: skip
+
+
 class GatherOrder:
-    """The units that one kind of pass gathers, in order; `settled` once the ranks have merged their records."""
+    """The units that one kind of pass gathers, in order.
+
+    Attributes:
+        settled: whether the ranks have merged their records of the latest pass that was not planned.
+        known: whether they have done so before.
+        unplanned: whether all ranks left the order in the pass under way.
+    """
 
     def __init__(self, units: list[int], settled: bool = False) -> None:
         self.units = units
         self.settled = settled
-        self.known = False  # whether a pass has settled it before
-        self.detoured = False  # whether the pass under way left it, on all ranks alike
+        self.known = self.unplanned = False
 
 
 class Pass:
-    """One walk under way: its place in the order and in the graph, and the units that this rank used."""
+    """One pass under way.
+
+    Attributes:
+        place: how far a backward has come in its graph; None in forwards.
+        cursor: entries of the order that are done.
+        started: entries whose gather was started.
+        used: units that this rank used.
+    """
 
     def __init__(self, kind: PassKind, order: GatherOrder) -> None:
         self.kind = kind
         self.place = PlaceInGraph() if kind is PassKind.BACKWARD else None
         self.order = order
-        self.cursor = 0  # entries of the order that are done
-        self.started = 0  # entries whose gather was started
+        self.cursor = self.started = 0
         self.used: list[int] = []
 
 
 class ByPass(Gatherer):
-    """Brings units to this rank when modules need them and takes them away when those are done.
+    """Gathers units when modules need them and frees them afterwards, in one order on all ranks.
 
     Args:
         units: all units in their fixed order.
@@ -72,11 +117,11 @@ class ByPass(Gatherer):
         self._passes: list[Pass] = []
         self._begun = 0
         self._pins = 0  # contexts under way that keep all units gathered
-        self._in_use: dict[int, int] = {}  # units that this rank needed and is not done with, until which node
+        self._in_use: dict[int, int] = {}  # units in use, with the node after which they are not
         self._calls = [deque[int](maxlen=CALLS) for _ in units]  # first nodes of their forwards since a backward
         self._computed_again: dict[int, None] = {}  # units whose recomputed forward has ended, the oldest first
-        self._wanted: dict[PassKind, list[int]] = {}  # units for the lists of passes to come
-        self._detours: list[int] = []  # units that single ranks wanted in the forwards since the last backward
+        self._to_plan: dict[PassKind, list[int]] = {}  # unplanned units, for the lists of passes to come
+        self._unplanned: list[int] = []  # unplanned units of the forwards since the last backward
         self._ended: PassKind | None = None  # the kind of the last pass
 
     @property
@@ -98,15 +143,15 @@ class ByPass(Gatherer):
             self._passes.append(Pass(kind, GatherOrder([], settled=True)))
             return
         self._begun += 1
-        self._meet(f"{kind} {self._begun}")
+        self._agree_on_next(Announce("begin", self._begun, kind))
         order = self._order(kind)
-        for number in self._wanted.pop(kind, ()):
+        for number in self._to_plan.pop(kind, ()):
             _insert(order.units, number, backwards=kind is PassKind.BACKWARD)
-        if kind is PassKind.BACKWARD and self._detours:
+        if kind is PassKind.BACKWARD and self._unplanned:
             head = [unit for unit in order.units[:1] if unit == len(self._units) - 1]
-            order = GatherOrder([*head, *reversed(self._detours), *order.units[len(head) :]], settled=True)
+            order = GatherOrder([*head, *reversed(self._unplanned), *order.units[len(head) :]], settled=True)
         elif self._ended is PassKind.BACKWARD:
-            self._detours.clear()
+            self._unplanned.clear()
         if kind is PassKind.FORWARD and self._ended is PassKind.BACKWARD:
             for calls in self._calls:
                 calls.clear()
@@ -119,14 +164,14 @@ class ByPass(Gatherer):
         self._advance(walk, len(walk.order.units))
         self._passes.pop()
         if not walk.order.settled:
-            self._meet(f"end {walk.kind}")
+            self._agree_on_next(Announce("end", 0, walk.kind))
             records = self._comm.agree_on(walk.used, f"order of {walk.kind}")
-            if walk.order.detoured:
+            if walk.order.unplanned:
                 walk.order.units = merge([walk.order.units, *records] if walk.order.known else records)
             else:
                 used = {number for record in records for number in record}
                 walk.order.units = [number for number in walk.order.units if number in used]
-            walk.order.known, walk.order.detoured = True, False
+            walk.order.known, walk.order.unplanned = True, False
             walk.order.settled = True
 
     def abandon(self) -> None:
@@ -154,9 +199,9 @@ class ByPass(Gatherer):
         if walk is None or place is None:
             if walk is not None:
                 self._advance(walk, len(walk.order.units))  # or the others would wait for this rank's gathers
-            together = self._meet(f"{DETOUR} {number} {walk.kind if walk else ''}".rstrip())
+            together = self._agree_on_next(Announce("unit", number, walk.kind if walk else None))
             if walk is not None and together:
-                walk.order.settled, walk.order.detoured = False, True
+                walk.order.settled, walk.order.unplanned = False, True
         else:
             self._advance(walk, place)
             self._start_up_to(walk, place + 1 + (len(self._in_use) < AT_ONCE))
@@ -296,33 +341,26 @@ class ByPass(Gatherer):
         for shard in self._shards[number]:
             shard.start_gather(Purpose.GATHER_PARAMETERS if trains else Purpose.GATHER_TO_EVALUATE)
 
-    def _meet(self, mine: str) -> bool:
-        """Agree with the other ranks on what comes next, after all units that some of them want off the list.
-
-        Args:
-            mine: what this rank begins, or `DETOUR` with the unit that it wants and the kind of pass.
+    def _agree_on_next(self, mine: Announce) -> bool:
+        """Agree with the other ranks on what comes next, after the unplanned units that some of them announce.
 
         Returns:
-            whether all ranks said the same.
+            whether all ranks announced the same.
         """
         while True:
-            everyone = [
-                word.decode().strip() for word in self._comm.agree(mine.ljust(WORD).encode(), "begin of a pass")
-            ]
-            wanted = next((word for word in everyone if word.startswith(DETOUR)), None)
-            if wanted is None:
+            everyone = [Announce.unpack(frame) for frame in self._comm.agree(mine.pack(), "begin of a pass")]
+            unplanned = next((each for each in everyone if each.action == "unit"), None)
+            if unplanned is None:
                 self._check_alike(mine, everyone)
                 return True
-            number = int(wanted.split()[1])
-            trains = wanted.split()[2:] in ([PassKind.FORWARD], [PassKind.BACKWARD])
-            self._bring_off_the_list(number, trains, keep=mine == wanted)
+            self._gather_unplanned(unplanned, keep=mine == unplanned)
             if len(set(everyone)) == 1:
                 return True
-            self._learn(number, wanted.split()[2:])
-            if mine == wanted:
+            self._plan(unplanned)
+            if mine == unplanned:
                 return False
 
-    def _check_alike(self, mine: str, everyone: Sequence[str]) -> None:
+    def _check_alike(self, mine: Announce, everyone: Sequence[Announce]) -> None:
         for rank, theirs in enumerate(everyone):
             if theirs != mine:
                 raise CommError(
@@ -331,9 +369,10 @@ class ByPass(Gatherer):
                     f"order."
                 )
 
-    def _bring_off_the_list(self, number: int, trains: bool, keep: bool) -> None:
-        """Gather a unit on all ranks, of which some drop it again."""
-        for shard in self._shards[number]:
+    def _gather_unplanned(self, wanted: Announce, keep: bool) -> None:
+        """Gather an unplanned unit on all ranks; those that do not `keep` it free it again."""
+        trains = wanted.kind in (PassKind.FORWARD, PassKind.BACKWARD)
+        for shard in self._shards[wanted.number]:
             shard.finish_gather()
             present = shard.residence is Residence.GATHERED
             shard.start_gather(Purpose.GATHER_PARAMETERS if trains else Purpose.GATHER_TO_EVALUATE)
@@ -341,16 +380,16 @@ class ByPass(Gatherer):
             if not (keep or present):
                 shard.free()
 
-    def _learn(self, number: int, kind: Sequence[str]) -> None:
-        """Let later passes have a unit on their list that one rank wanted alone.
+    def _plan(self, wanted: Announce) -> None:
+        """Put a unit that one rank needed alone on the lists of later passes.
 
         The backward of a forward has it in the reverse order besides, whatever its list is.
         """
-        for name in kind:
-            self._wanted.setdefault(PassKind(name), []).append(number)
-            if name == PassKind.FORWARD:
-                self._wanted.setdefault(PassKind.BACKWARD, []).append(number)
-                self._detours.append(number)
+        if wanted.kind is not None:
+            self._to_plan.setdefault(wanted.kind, []).append(wanted.number)
+        if wanted.kind is PassKind.FORWARD:
+            self._to_plan.setdefault(PassKind.BACKWARD, []).append(wanted.number)
+            self._unplanned.append(wanted.number)
 
 
 def merge(records: Sequence[Sequence[int]]) -> list[int]:
@@ -418,78 +457,3 @@ class PlaceInGraph:
             if node is not None:
                 self._node = node._sequence_nr()
         return self._node
-
-
-class ByChunk(Gatherer):
-    """Units that come and go with the chunk of a pipeline that they are in, where its list of actions says so.
-
-    Args:
-        units: of this rank.
-        weights: of each unit.
-    """
-
-    gathers = True
-
-    def __init__(self, units: Sequence[Unit], weights: Sequence[Sequence[Weights]]) -> None:
-        self._units, self._weights = units, weights
-        self._pins = 0
-
-    @property
-    def all_gathered(self) -> bool:
-        """Whether all units of this rank are gathered."""
-        return all(each.residence is Residence.GATHERED for weights in self._weights for each in weights)
-
-    def need(self, number: int, enters: bool = False) -> None:
-        """Check that a unit is gathered.
-
-        Raises:
-            PlanError: it is of a chunk that does not run now.
-        """
-        if any(each.residence is not Residence.GATHERED for each in self._weights[number]):
-            raise PlanError(
-                f"A parameter of unit '{self._units[number].label}' is read while another chunk of the model runs, and "
-                f"is not gathered (zero=3). Read it in the module that holds it, or use zero=2."
-            )
-
-    def gather(self, numbers: Sequence[int], trains: bool = True) -> None:
-        """Gather these units; a collective call."""
-        if not self._pins:
-            self._bring([each for number in numbers for each in self._weights[number]], trains)
-
-    def free(self, numbers: Sequence[int]) -> None:
-        """Keep only slices of these units."""
-        if not self._pins:
-            for each in (each for number in numbers for each in self._weights[number]):
-                each.free()
-
-    @contextmanager
-    def pinned(self) -> Iterator[None]:
-        """Keep every unit of this rank gathered inside; a collective call."""
-        every = [each for weights in self._weights for each in weights]
-        with self._lent(every if not self._pins else []):
-            self._pins += 1
-            try:
-                yield
-            finally:
-                self._pins -= 1
-
-    def visit(self, number: int) -> AbstractContextManager[None]:
-        """Keep one unit gathered inside; a collective call."""
-        return self._lent(list(self._weights[number]))
-
-    @contextmanager
-    def _lent(self, several: Sequence[Weights]) -> Iterator[None]:
-        for each in several:
-            each.lend()
-        self._bring(several, trains=False)
-        try:
-            yield
-        finally:
-            for each in several:
-                each.free()
-
-    def _bring(self, several: Sequence[Weights], trains: bool) -> None:
-        for each in several:
-            each.start_gather(Purpose.GATHER_PARAMETERS if trains else Purpose.GATHER_TO_EVALUATE)
-        for each in several:
-            each.finish_gather()

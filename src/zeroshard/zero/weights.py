@@ -1,23 +1,25 @@
-"""Parameters of one flat beside those that every rank keeps whole (`parts.weights.Weights`): `Mapped` memory that all
-ranks of a machine share, `Sliced` parameters that are gathered for use (stage 3), and `Arriving` ones, whose updated
-slices come beside the next forward (stages 1 and 2).
+"""Parameters of one flat beside those that every rank keeps whole (`parts.weights.Weights`).
+
+`Mapped` parameters lie in memory that all ranks of a machine share. `Sliced` ones (stage 3) are gathered for use, here
+by actions of a pipeline (`ByChunk`). Updated slices of `Arriving` ones come beside the next forward (stages 1 and 2).
 """
 
 import contextlib
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 import torch
 
 from zeroshard.comm.collectives import Comm, Purpose
-from zeroshard.errors import CommError
+from zeroshard.errors import CommError, PlanError
 from zeroshard.memory.ledger import Category, Ledger
 from zeroshard.memory.transfers import Task
 from zeroshard.parts.part import LateUpdates
 from zeroshard.parts.planned import Planned, Wire, Work, on_device
-from zeroshard.parts.weights import Residence, Weights, arrived, withhold
-from zeroshard.units import Flat
+from zeroshard.parts.weights import Gatherer, Residence, Weights, arrived, withhold
+from zeroshard.units import Flat, Unit
 
 
 class Mapped(Weights):
@@ -115,9 +117,8 @@ class OnDevice:
 
     def bring(self, weights: "Sliced", into: torch.Tensor, purpose: Purpose) -> tuple[torch.Tensor, Task | None]:
         """The slice is on the device, once its update has ended."""
-        if weights.update is not None:
-            weights.update.wait()
-            weights.update = None
+        if (update := weights.take_update()) is not None:
+            update.wait()
         return weights.own, None
 
     def planned(self, weights: "Sliced") -> Planned:
@@ -297,3 +298,78 @@ class Arrivals(LateUpdates):
     def awaited(self, units: Iterable[int]) -> Iterable[int]:
         """The units whose weights arrive after the step, of those given."""
         return [unit for unit in units if unit in self._of_units]
+
+
+class ByChunk(Gatherer):
+    """Units that come and go with the chunk of a pipeline that they are in, where its list of actions says so.
+
+    Args:
+        units: of this rank.
+        weights: of each unit.
+    """
+
+    gathers = True
+
+    def __init__(self, units: Sequence[Unit], weights: Sequence[Sequence[Weights]]) -> None:
+        self._units, self._weights = units, weights
+        self._pins = 0
+
+    @property
+    def all_gathered(self) -> bool:
+        """Whether all units of this rank are gathered."""
+        return all(each.residence is Residence.GATHERED for weights in self._weights for each in weights)
+
+    def need(self, number: int, enters: bool = False) -> None:
+        """Check that a unit is gathered.
+
+        Raises:
+            PlanError: it is of a chunk that does not run now.
+        """
+        if any(each.residence is not Residence.GATHERED for each in self._weights[number]):
+            raise PlanError(
+                f"A parameter of unit '{self._units[number].label}' is read while another chunk of the model runs, and "
+                f"is not gathered (zero=3). Read it in the module that holds it, or use zero=2."
+            )
+
+    def gather(self, numbers: Sequence[int], trains: bool = True) -> None:
+        """Gather these units; a collective call."""
+        if not self._pins:
+            self._bring([each for number in numbers for each in self._weights[number]], trains)
+
+    def free(self, numbers: Sequence[int]) -> None:
+        """Keep only slices of these units."""
+        if not self._pins:
+            for each in (each for number in numbers for each in self._weights[number]):
+                each.free()
+
+    @contextmanager
+    def pinned(self) -> Iterator[None]:
+        """Keep every unit of this rank gathered inside; a collective call."""
+        every = [each for weights in self._weights for each in weights]
+        with self._lent(every if not self._pins else []):
+            self._pins += 1
+            try:
+                yield
+            finally:
+                self._pins -= 1
+
+    def visit(self, number: int) -> AbstractContextManager[None]:
+        """Keep one unit gathered inside; a collective call."""
+        return self._lent(list(self._weights[number]))
+
+    @contextmanager
+    def _lent(self, several: Sequence[Weights]) -> Iterator[None]:
+        for each in several:
+            each.lend()
+        self._bring(several, trains=False)
+        try:
+            yield
+        finally:
+            for each in several:
+                each.free()
+
+    def _bring(self, several: Sequence[Weights], trains: bool) -> None:
+        for each in several:
+            each.start_gather(Purpose.GATHER_PARAMETERS if trains else Purpose.GATHER_TO_EVALUATE)
+        for each in several:
+            each.finish_gather()
