@@ -1,9 +1,9 @@
 """The values of `p.grad`, and the buffers into which autograd accumulates gradients by itself.
 
 [Note: p.grad] The gradients are in flat buffers, and `p.grad` is a placeholder that has their shape and refuses to be
-read. Setting it to None, or zeroing it, discards the gradient. Parameters have None there until their gradient came, so
-that autograd hands over a tensor of its own. It may come once more while the placeholder of a small parameter is there;
-that one is sparse and empty, since to such a gradient autograd adds in a tensor of its own.
+read. Setting it to None, or zeroing it, discards the gradient. It is None until the gradient came, so that autograd
+makes a new tensor. A gradient may come once more while the placeholder of a small parameter is there; that one is
+sparse and empty, since autograd adds to a sparse gradient in a new tensor.
 
 [Note: came without a gradient] A function's backward may give None to a parameter (an expert without rows). Autograd
 then calls the parameter's hooks and leaves `p.grad` as it was. Such a parameter counts as arrived, so that its unit is
@@ -34,9 +34,9 @@ class ShownGradients:
 
     Attributes:
         opened: whether it adds up all of them, in a buffer that `open` was given.
-        fresh: parameters for which it did so since the last `collect`.
-        earlier: how many of these before the backward under way.
-        empty: numbers of those that came without a gradient to an opened buffer, in which that cannot be seen.
+        fresh: parameters whose gradients it added up since the last `collect`.
+        earlier: how many of these came before the backward under way.
+        empty: numbers of parameters that came without a gradient to an opened buffer, where that cannot be seen.
     """
 
     def __init__(self, flat: Flat, first_small: int) -> None:
@@ -52,7 +52,7 @@ class ShownGradients:
         self._zeroed: set[str] = set()  # names of parameters whose gradients the user has zeroed
 
     def open(self, parameters: Sequence[nn.Parameter], buffer: Tensor) -> None:
-        """Let autograd add the gradients of these parameters, which stand for those of the flat, into `buffer`."""
+        """Let autograd add the gradients of these parameters, stand-ins of the flat's, in `buffer`."""
         self.opened = True
         self._views = [self._flat.view(buffer, number) for number in range(len(parameters))]
         for number, (parameter, view) in enumerate(zip(parameters, self._views, strict=True)):
@@ -62,7 +62,7 @@ class ShownGradients:
             parameter.register_hook(partial(_note_empty, self.empty, number))
 
     def listen(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Show the gradients of these parameters, which stand for those of the flat.
+        """Show the gradients of these parameters, stand-ins of the flat's.
 
         Autograd adds those of the small ones up by itself from now on ([Note: small parameters]).
         """
@@ -86,10 +86,10 @@ class ShownGradients:
         return held
 
     def collect(self) -> tuple[list[int], Collection[int], dict[int, Tensor]]:
-        """Take over what autograd has added up itself since the last call.
+        """Collect the gradients that autograd has added up itself since the last call.
 
         Returns:
-            the numbers of the parameters that came, in their order; which of them have a gradient; and the gradients by
+            the numbers of the parameters that came, in order; those of them with a gradient; and the gradients by
             number, if they are in no buffer.
         """
         with torch._C.DisableTorchFunctionSubclass():  # asking each parameter takes half the time so
@@ -118,7 +118,7 @@ class ShownGradients:
         return numbers, self._filled(numbers), {}
 
     def _filled(self, numbers: Sequence[int]) -> Collection[int]:
-        """Those of the numbers to whose gradients autograd has added, at least once."""
+        """The numbers among these whose parameters got a gradient at least once."""
         if not self.empty:
             return numbers
         filled = Counter(numbers) - Counter(self.empty)
@@ -126,12 +126,12 @@ class ShownGradients:
         return filled.keys()
 
     def begin(self) -> None:
-        """A backward begins: what was zeroed before the first of a step was of no gradient."""
+        """A backward begins; zeroed placeholders are forgotten, `take_back` has handled them."""
         self._zeroed.clear()
         self.earlier = len(self.fresh)
 
     def hide(self, parameter: Tensor, number: int) -> None:
-        """Let `p.grad` of the big parameter `number` say that the gradient is here."""
+        """Put the placeholder into `p.grad` of the big parameter `number`, whose gradient is in the buffer."""
         self._show(parameter, number, self._held[number])
 
     def _show(self, parameter: Tensor, number: int, gradient: Tensor | None) -> None:
@@ -140,19 +140,19 @@ class ShownGradients:
         parameter.grad = gradient
 
     def consumed(self) -> None:
-        """Let `p.grad` be None."""
+        """Set `p.grad` to None."""
         if not self.opened:
             with torch._C.DisableTorchFunctionSubclass():  # absent parameters would ask about each
                 for parameter in self._flat.parameters:
                     parameter.grad = None
 
     def forget(self) -> None:
-        """Drop the gradients that autograd accumulated and no `collect` took over."""
+        """Drop the gradients that autograd added up and that were not collected."""
         self.fresh.clear()
         self.empty.clear()
 
     def refuse_late(self) -> None:
-        """Refuse what autograd has added to gradients that are on their way to other ranks.
+        """Refuse an addition of autograd to gradients that are on their way to other ranks.
 
         Raises:
             PlanError: with the name of a parameter.

@@ -20,7 +20,7 @@ from zeroshard.zero.gradients import GradientBuffer
 
 
 class BufferSum:
-    """The sum of a single rank: the gradient buffer itself, to which autograd adds.
+    """The sum of a single rank: the gradient buffer itself.
 
     Attributes:
         adds: whether a mean has come since the last `consume`, to which the next is added.
@@ -46,11 +46,11 @@ class BufferSum:
         return False
 
     def slot(self) -> torch.Tensor:
-        """Where the next mean goes, or is added."""
+        """Memory for the next mean."""
         return self.total
 
     def put(self, mean: torch.Tensor) -> None:
-        """A mean has been written into the slot."""
+        """A mean was written into the slot."""
         self.adds = True
 
     def make_way(self) -> None:
@@ -71,7 +71,7 @@ class BufferSum:
         return norm_of(self.settle())
 
     def clear(self, low: int, high: int) -> None:
-        """Let elements [low, high) of the slice be zeros; those in the gradient buffer are by now."""
+        """Zero elements [low, high) of the slice; those in the gradient buffer are zero by now."""
 
     def changed(self, filled: bool = False) -> None:
         """The sum was changed in place; with `filled`, it holds gradients of other ranks."""
@@ -108,7 +108,7 @@ class DeviceSum(BufferSum):
 
     @property
     def total(self) -> torch.Tensor:
-        """The sum [S]; it may lie in the gradient buffer, whose other slices are spent then."""
+        """The sum [S]; it may lie in the gradient buffer, whose other slices then hold nothing."""
         if self._own is not None:
             return self._own
         start, stop = self._interval
@@ -131,17 +131,17 @@ class DeviceSum(BufferSum):
             self._separate()
 
     def put(self, mean: torch.Tensor) -> None:
-        """A mean has come; unless it was written into the slot, copy or add it."""
+        """Copy a mean, or add it to the sum, unless it was written into the slot."""
         total = self.total
         if not same_place(mean, total):
             total.add_(mean) if self.adds else total.copy_(mean)
         self.adds = True
 
     def widen(self, empty: bool = False) -> None:
-        """Be in fp32 or wider from now on.
+        """Sum in fp32 or wider from now on.
 
         Args:
-            empty: even while it holds nothing and has its place in the gradient buffer, unless that is as wide.
+            empty: also while it holds nothing and lies in the gradient buffer, unless that is as wide.
         """
         empty = empty and self._buffer.dtype.itemsize < 4
         narrow = self.adds or empty if self._own is None else self._own.itemsize < 4
@@ -155,12 +155,12 @@ class DeviceSum(BufferSum):
         return self.total
 
     def clear(self, low: int, high: int) -> None:
-        """Let elements [low, high) of the slice be zeros."""
+        """Zero elements [low, high) of the slice."""
         if self.adds:
             self.total[low:high].zero_()
 
     def planned(self) -> Iterator[Planned]:
-        """A slice, if it has a buffer of its own from the start; as wide as then."""
+        """A slice, where it has a buffer of its own from the start."""
         if self._planned is not None:
             index = self._flat.index
             yield on_device(index, Category.GRADIENTS, self._planned.itemsize, self._rank)
@@ -185,9 +185,9 @@ class OwnSlice:
     """The reduction of a single rank whose sum is the gradient buffer: nothing to reduce.
 
     Attributes:
-        needed: whether gradients have to be reduced before the update.
+        needed: whether gradients are reduced before the update.
         local: whether no other rank takes part, so that a rank without gradients need not start it.
-        lasts: whether the tensor that `whole` returned takes no memory that `used` hands back.
+        lasts: whether `used` frees no memory of the tensor that `whole` returned.
     """
 
     needed, local, lasts = False, True, True
@@ -218,11 +218,11 @@ class OwnSlice:
         return total
 
     def pieces(self, total: torch.Tensor) -> list[torch.Tensor]:
-        """What `whole` returns, one piece behind the other, to be read alone: where it is, if ranks share memory."""
+        """The contents of `whole` as consecutive pieces, for reads only: in place where ranks share memory."""
         return [self.whole(total)]
 
     def used(self) -> None:
-        """What `whole` or `pieces` returned is not needed any more."""
+        """The update has read the tensors of `whole` or `pieces`."""
 
     def reserve(self, total: torch.Tensor) -> None:
         """The sum takes no scratch."""
@@ -246,7 +246,7 @@ class Direct(OwnSlice):
         self._leaving = False
 
     def start(self) -> None:
-        """Begin to add the gradients to the sum."""
+        """Start to add the gradients to the sum."""
         buffer = self._buffer.ready()
         if self._divisor > 1:
             buffer.mul_(1.0 / self._divisor)
@@ -292,7 +292,7 @@ class Scatter(OwnSlice):
         return self._exchange is not None
 
     def start(self) -> None:
-        """Start to send; a rank without gradients sends its zeros, which the others wait for."""
+        """Start to send; a rank without gradients sends zeros, since the others wait for them."""
         wire, index, arena, label = self._buffer.ready(), self._flat.index, self._arena, self._flat.label
         if self._wire_dtype is not None and self._wire_dtype != wire.dtype:
             buffer, wire = wire, arena.take(index.padded_numel, self._wire_dtype, f"wire {label}")
@@ -305,11 +305,10 @@ class Scatter(OwnSlice):
     def finish(self, seconds: float | None = None) -> bool:
         """Wait for the other ranks' copies of this rank's slice, and add their mean to the sum.
 
-        Those of other flats that were started before are finished first, where ranks share memory.
+        Where ranks share memory, reductions of other flats that were started before are finished first.
 
         Args:
-            seconds: give up when the other ranks take longer; a rank that blocked here could wait for one that waits
-                for this rank's next gather.
+            seconds: give up when the other ranks take longer: one of them may wait for this rank's next gather.
 
         Returns:
             whether nothing is in flight any more.
@@ -338,7 +337,7 @@ class Scatter(OwnSlice):
         return True
 
     def _finish_earlier(self, seconds: float | None) -> bool:
-        """Which gradients come first after a reduction may depend on a rank's data; all read in the order of starts."""
+        """Finish in the order of starts on all ranks, since the order of gradients may depend on a rank's data."""
         shared = self._comm.shared
         while shared is not None and shared.under_way[0][0] is not self._exchange:
             exchange, earlier = shared.under_way[0]
@@ -349,12 +348,12 @@ class Scatter(OwnSlice):
         return True
 
     def release(self) -> None:
-        """Wait until the other ranks and the sum have read the buffers, and hand those back."""
+        """Free the buffers once the other ranks and the sum have read them."""
         self._release_read()
         self._sum.release()
 
     def meet(self) -> None:
-        """In shared memory each rank waits until the others have read, which they do when they finish."""
+        """Finish and release in shared memory, where each rank waits until the others have read."""
         if self._comm.shared is not None:
             self.finish()
             self.release()
@@ -405,7 +404,7 @@ class AllReduce(Scatter):
         return self._arrived(self._buffer.ready(), total)
 
     def used(self) -> None:
-        """What `whole` or `pieces` returned is not needed any more."""
+        """The update has read the tensors of `whole` or `pieces`."""
         if self._shown is not None:
             self._shown.done()
         if self._wide is not None:
@@ -418,7 +417,7 @@ class AllReduce(Scatter):
         self._release_shown()
 
     def reserve(self, total: torch.Tensor) -> None:
-        """Have the scratch in which slices are gathered that the gradient buffer cannot hold."""
+        """Make the arena hold the scratch for slices of a dtype that the gradient buffer cannot hold."""
         if total.dtype != self._buffer.dtype:
             self._arena.give(self._take_wide(total))
 
@@ -466,7 +465,7 @@ class AllReduce(Scatter):
 
 
 def average(total: torch.Tensor, comm: Comm, arena: Arena, label: str) -> None:
-    """Let `total` [S] be its mean over the ranks of `comm`, in place; a collective call."""
+    """Replace `total` [S] by its mean over the ranks of `comm`; a collective call."""
     ranks = comm.mesh.ranks
     size = -(-total.numel() // ranks)
     padded = arena.take(size * ranks, total.dtype, label)
