@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
 from zeroshard.errors import PlanError
+from zeroshard.pipeline.run.early_reductions import EarlyReductions
 from zeroshard.zero.gradients import BufferedGradients
-from zeroshard.zero.reductions import Reductions
 
 STEPS, ROWS = 3, 16
 NETWORK = {"transport": "network"}
@@ -176,7 +176,7 @@ def train(mesh: zs.Mesh, name: str, plan: dict[str, Any], early: bool) -> tuple[
         stack.enter_context(patch.object(BufferedGradients, "start_reduce", noted_start))
         stack.enter_context(patch.object(torch.autograd, "backward", noted_backward))
         if not early:
-            stack.enter_context(patch.object(Reductions, "start_complete", lambda *_: None))
+            stack.enter_context(patch.object(EarlyReductions, "start", lambda *_: None))
         for step in range(STEPS):
             events.append([])
             result = engine.train_step((data(step, engine.data_rank, engine.data_ranks, ROWS), step))
@@ -265,7 +265,7 @@ def listened(mesh: zs.Mesh, plan: dict[str, Any]) -> int:
         nonlocal count
         count += 1
 
-    with patch.object(Reductions, "start_complete", counted):
+    with patch.object(EarlyReductions, "start", counted):
         for step in range(STEPS):
             engine.train_step((data(step, engine.data_rank, engine.data_ranks, ROWS), step))
     return count

@@ -43,7 +43,7 @@ from zeroshard.platform.accelerator import is_accelerator
 from zeroshard.precision.clash import raise_explained
 from zeroshard.recompute.arena import ArenaUse
 from zeroshard.schedule import Layout, PipelineSchedule
-from zeroshard.step.backward import Backward
+from zeroshard.step.backward import Backward, ListedBackward
 from zeroshard.step.batch import call_with, loss_of
 from zeroshard.step.decision import Verdict, check_settings
 from zeroshard.step.gradient_accumulation import OneStage
@@ -145,9 +145,8 @@ class Engine:
     def _equip(self, losses: StepLosses, techniques: Sequence[Technique]) -> None:
         """Make the objects along a step: backward, forward, recomputation, decision, sequence and order."""
         plan, stage, axes, parts = self.plan, self._stage, self._axes, self._assembly.parts
-        self._backward = Backward(
-            parts, self._gatherer, self._late, self.comm, losses, plan.scales_loss, plan.pipelined
-        )
+        backward = ListedBackward if plan.pipelined else Backward
+        self._backward = backward(parts, self._gatherer, self._late, self.comm, losses, plan.scales_loss)
         self._forward = Forward(self.model, self._assembly, self._backward, self.ledger)
         writes = self._forward.writes
         self._editing = Editing(parts, self._gatherer, self._late, self.world, writes)
@@ -382,7 +381,7 @@ class Engine:
             "loss_scale": self._decision.scaler.state() if self._decision.scaler else None,
             "loss_count": self._backward.losses.count,
             "last_update": self._decision.state(),
-            "never_written": self._backward.expected.never_written,
+            "never_written": self._backward.reductions.never_written,
             "extra": dict(extra or {}),
         }
         return self._savings.begin(lambda: self._state.save(Path(path).absolute(), facts, keep, wait))
@@ -403,7 +402,7 @@ class Engine:
         check_settings(self.world, self.optimizer.param_groups)  # waits, since others may still read what they share
         facts = self._state.load(Path(path))
         self._take_over()
-        self._backward.expected.never_written = facts["never_written"]
+        self._backward.reductions.never_written = facts["never_written"]
         self.steps, self.skipped = facts["step"], facts["skipped"]
         if self._decision.scaler and facts["loss_scale"]:
             self._decision.scaler.load(facts["loss_scale"])

@@ -19,26 +19,22 @@ from zeroshard.parts.weights import Gatherer, PassKind
 from zeroshard.step.context import Within
 from zeroshard.step.losses import BY_MEAN, StepLosses
 from zeroshard.zero.grad_attribute import unreadable
-from zeroshard.zero.reductions import Expected, Reductions
+from zeroshard.zero.reductions import Reductions
 
 GRACE = 0.2  # seconds that it is waited for, where this rank's next gather may be what the others wait for
 
 
 class Backward:
-    """Listens to autograd on behalf of one model.
-
-    Args:
-        explicit: reductions are started by an order of actions, which says which backward completes which gradients.
+    """Receives the gradients of one model from autograd, which reduces each unit when its gradients are there.
 
     Attributes:
-        explicit: as given.
-        reductions: of its units.
-        expected: which of its gradients are waited for.
+        reductions: of its units, and which gradients they wait for.
         reduces: whether a backward reduces its gradients; `no_sync` turns it off.
         under_scale: whether the engine multiplied the loss of the backward under way.
-        count: backwards since the last update.
         losses: of those backwards.
     """
+
+    _listed = False
 
     def __init__(
         self,
@@ -48,25 +44,36 @@ class Backward:
         comm: Comm,
         losses: StepLosses,
         needs_scale: bool,
-        explicit: bool,
     ) -> None:
-        self.explicit = explicit
         self._gatherer, self._late, self._comm, self._needs_scale = gatherer, late, comm, needs_scale
         self._gradients = [
             [part.gradients for part in of_unit if part.gradients is not None] for of_unit in parts.of_units
         ]
-        self.reductions = Reductions(self._gradients, GRACE if gatherer.passes else None, not explicit)
-        self.expected = Expected(self._gradients)
+        self.reductions = Reductions(self._gradients, GRACE if gatherer.passes else None, self._listed)
         self._only_trainable = [all(part.flat.trainable for part in of_unit) for of_unit in parts.of_units]
         self._unit_of = {id(g): unit for unit, gradients in enumerate(self._gradients) for g in gradients}
         self._active = False
         self._began = 0.0
         self.reduces = True
         self.under_scale = False
-        self.count = 0
+        self._count = 0
         self.losses = losses
         for part, gradients in parts.trained:
             self.listen(gradients, part.flat.parameters)
+
+    @property
+    def count(self) -> int:
+        """Backwards since the last update."""
+        return self._count
+
+    def add_one(self) -> None:
+        """Count a backward of an order of actions, which may have reached no parameter."""
+        self._count += 1
+
+    def restart(self) -> None:
+        """The gradients were used or dropped: count anew."""
+        self._count = 0
+        self.losses.clear()
 
     @property
     def gradients(self) -> list[Gradients]:
@@ -114,22 +121,16 @@ class Backward:
         self._active = True
         self._late.finish()  # of a step since this backward's forward
         self._began = self._late.background.now()
-        self.reductions.begin()
         for gradients in self.gradients:
             gradients.collect()
-        if self.count:
+        if self._count:
             self.take_back()
         if not self.under_scale:
             self.losses.kinds |= BY_MEAN  # loss.backward() of the user's own
+        self._expect()
         for gradients in self.gradients:
-            gradients.shown.begin()
             gradients.buffer.begin()
-            if not self.explicit:
-                gradients.arrived = bytearray(len(gradients.arrived))
-        self.count += 1
-        if self.count > 1 and not self.explicit:  # an order says beforehand how many backwards add up
-            for gradients in self.gradients:
-                gradients.widen()
+        self._count += 1
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
         self._gatherer.begin(PassKind.BACKWARD)
 
@@ -145,8 +146,6 @@ class Backward:
         Raises:
             PlanError: the user has put a gradient of another origin there.
         """
-        if self.explicit:
-            return False
         self.reductions.end()
         found = [gradients.take_back(everything) for gradients in self.gradients]
         if not any(found):
@@ -191,10 +190,10 @@ class Backward:
         """Take in the gradients of these parameters, which stand for those of the flat."""
         singly = gradients.listen(parameters)
         for number, parameter in enumerate(parameters[:singly]):
-            receipt = _Receipt(self, gradients, number)
-            parameter.register_hook(_Arrival(receipt, parameter))
-            parameter.register_post_accumulate_grad_hook(receipt)
-            offer_slot(parameter, receipt)
+            slot = _Slot(self, gradients, number, parameter)
+            parameter.register_hook(slot.clear)
+            parameter.register_post_accumulate_grad_hook(slot.receive)
+            offer_slot(parameter, slot)
 
     def lend(self, gradients: Gradients, number: int) -> Lent | None:
         """The slot of one parameter's gradient; see `autograd.gradient_slot`."""
@@ -213,15 +212,22 @@ class Backward:
             self.reductions.finish()
         gradients.receive(number, gradient)
         # Asked in any case, so that sums round alike over all transports.
-        everything = self.expected.everything_came(unit)
+        everything = self.reductions.everything_came(unit)
         if everything and self._only_trainable[unit]:
             self._gatherer.done(unit)
         self._launch()
 
+    def _expect(self) -> None:
+        """A backward begins: expect its gradients, and keep sums with those of earlier ones in fp32."""
+        self.reductions.begin()
+        if self._count:
+            for gradients in self.gradients:
+                gradients.widen()
+
     def _launch(self) -> None:
         """Reduce the units whose turn it is, as far as they are complete."""
         if self.reduces:
-            self.reductions.launch(self.expected.complete)
+            self.reductions.launch(self.reductions.complete)
 
     def _end(self) -> None:
         """The backward is over: reduce the remaining units, free the gathered ones."""
@@ -230,11 +236,26 @@ class Backward:
             if gradients.first_small:  # else they lie in the buffer already
                 gradients.collect()
         if self.reduces:
-            self.reductions.launch(lambda unit: True)
+            self.reductions.launch_rest()
         self._gatherer.end()
         self.reductions.end()
         self._active = False
         self._late.background.note("backward", self._began)
+
+
+class ListedBackward(Backward):
+    """The backwards of an order of actions, which says how many add up, and starts their reductions itself."""
+
+    _listed = True
+
+    def take_back(self, everything: bool = False) -> bool:
+        """Gradients of microbatches are not the user's to discard."""
+        return False
+
+    def _expect(self) -> None:
+        """The order tells `reductions` which backward completes which gradients."""
+        for gradients in self.gradients:
+            gradients.shown.begin()
 
 
 def note_discard(comm: Comm, label: str) -> None:
@@ -242,44 +263,37 @@ def note_discard(comm: Comm, label: str) -> None:
     comm.digests["reduce"] = zlib.crc32(label.encode(), comm.digests["reduce"])
 
 
-class _Arrival:
-    """Clears the placeholder just before autograd hands over a gradient, so that it hands over a tensor of its own."""
+class _Slot:
+    """The slot of one parameter's gradient, as its hooks and functions that make the gradient in place see it."""
 
-    __slots__ = ("parameter", "receipt")
+    __slots__ = ("backward", "empty", "gradients", "number", "parameter")
 
-    def __init__(self, receipt: "_Receipt", parameter: torch.Tensor) -> None:
+    def __init__(self, backward: Backward, gradients: Gradients, number: int, parameter: torch.Tensor) -> None:
         # weak, because Python cannot see a ring through what autograd holds, and would never free the engine
-        self.receipt, self.parameter = receipt, weakref.ref(parameter)
-
-    def __call__(self, gradient: torch.Tensor | None) -> None:
-        backward, parameter = self.receipt.backward(), self.parameter()
-        if backward is not None and parameter is not None:
-            backward.begin()
-            parameter.grad, self.receipt.empty = None, gradient is None
-
-
-class _Receipt:
-    """Hands a parameter's gradient on to its flat buffer, or tells it that autograd came without one."""
-
-    __slots__ = ("backward", "empty", "gradients", "number")
-
-    def __init__(self, backward: Backward, gradients: Gradients, number: int) -> None:
         self.backward, self.gradients, self.number = weakref.ref(backward), weakref.ref(gradients), number
-        self.empty = False
+        self.parameter, self.empty = weakref.ref(parameter), False
 
     def lend(self, parameter: torch.Tensor) -> Lent | None:
-        """The slot of the gradient, unless it goes elsewhere, or the user's hook is to see it on its way."""
+        """The memory of the slot; None where the gradient goes elsewhere, or a hook of the user is to see it."""
         backward, gradients = self.backward(), self.gradients()
         if backward is None or gradients is None or not goes_straight(parameter):
             return None
         return backward.lend(gradients, self.number)
 
     def leave(self, parameter: torch.Tensor, rows: RowGradient) -> bool:
-        """Have rows added to the gradient, once it has come."""
+        """Add rows to the gradient that is made in the slot, once it has come."""
         gradients = self.gradients()
         return gradients is not None and gradients.buffer.leave(self.number, rows)
 
-    def __call__(self, parameter: torch.Tensor) -> None:
+    def clear(self, gradient: torch.Tensor | None) -> None:
+        """Before autograd accumulates: clear the placeholder, so that autograd makes a new tensor."""
+        backward, parameter = self.backward(), self.parameter()
+        if backward is not None and parameter is not None:
+            backward.begin()
+            parameter.grad, self.empty = None, gradient is None
+
+    def receive(self, parameter: torch.Tensor) -> None:
+        """After autograd has accumulated, or has come without a gradient: move the gradient to the flat buffer."""
         backward, gradients = self.backward(), self.gradients()
         if backward is not None and gradients is not None:
             gradient = parameter.grad

@@ -221,7 +221,7 @@ class StepSequence:
         answers = self._exchange(step, wanted)
         left = sorted({unit for answer in answers for unit in answer.unreduced})
         if left:
-            self.backward.reductions.reduce_units(left)
+            self.backward.reductions.reduce(left)
         averages = self._averaged != self.backward.count and self._average()
         self._averaged = self.backward.count
         if left or averages:
@@ -329,7 +329,7 @@ class StepSequence:
             for part in parts:
                 part.next_version()
         if last:
-            self.backward.expected.learn()
+            self.backward.reductions.learn()
             self.consume()
 
     def take(self, step: int) -> None:
@@ -354,8 +354,8 @@ class StepSequence:
         self._optimizer.one_step.end()
         for _, gradients in self._trained:
             gradients.consume()
-        self.backward.count = self._averaged = 0
-        self.losses.clear()
+        self.backward.restart()
+        self._averaged = 0
         self._agreed = None
 
     def _demand(self, step: int) -> Agreed:

@@ -33,7 +33,7 @@ class Chunks:
         self.handlers: Mapping[Kind, Handler] = {
             Kind.GATHER: lambda action: self._gatherer.gather(self._units[action.chunk], trains=self.trains),
             Kind.FREE: lambda action: self._gatherer.free(self._units[action.chunk]),
-            Kind.REDUCE: lambda action: reductions.start_units(self._units[action.chunk]),
+            Kind.REDUCE: lambda action: reductions.launch_rest(self._units[action.chunk]),
             Kind.DROP: self._drop,
             Kind.REPAY: tied.repay,
             Kind.COLLECT: tied.collect,

@@ -50,25 +50,25 @@ class EarlyReductions:
         self._completing = ends & {action[1:3] for action in actions if action.kind is Kind.BACKWARD}
 
     def listener(self, action: Action) -> Entered | None:
-        """Whom to tell of the activations of a forward, or of one that is computed again; None if it keeps no graph."""
+        """Called with the activations of a forward, or of a recomputed one; None if it keeps no graph."""
         listens = torch.is_grad_enabled() and action[1:3] in self._completing
         return self._listen if listens else None
 
     def begin(self, action: Action) -> None:
         """A backward begins."""
         if action[1:3] in self._completing:
-            self._backward.reductions.begin_units(self._units[action.chunk])
+            self._backward.reductions.begin(self._units[action.chunk])
 
     def start(self, first: int) -> None:
         """The backward of unit `first` and of all later ones is over."""
-        self._backward.reductions.start_complete(first, self._complete)
+        self._backward.reductions.launch(self._complete, first)
 
     def _listen(self, layer: int, activation: Tensor) -> None:
         if activation.requires_grad:
             activation.register_hook(_Passed(self, bisect_left(self._layers, layer)))
 
     def _complete(self, unit: int) -> bool:
-        return unit not in self._lent and self._backward.expected.complete(unit)
+        return unit not in self._lent and self._backward.reductions.complete(unit)
 
 
 class _Passed:

@@ -274,7 +274,7 @@ class Executor:
             elif flight.edge is not None:
                 with self._backward.scaled(weight):
                     torch.autograd.backward((flight.edge,), (gradient,))
-        self._backward.count += 1
+        self._backward.add_one()
         self.interpreter.note(action, start)
         if chunk > 0:
             self._out[Kind.BACKWARD, chunk, j] = self._gradient_of_input(chunk, j, flight)
