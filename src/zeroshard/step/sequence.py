@@ -26,7 +26,7 @@ from zeroshard.parts.part import Counted, LateUpdates, Part, Parts
 from zeroshard.platform import ranges
 from zeroshard.schedule import Schedule
 from zeroshard.schedule.run import Interpreter
-from zeroshard.step.backward import Backward, note_discard
+from zeroshard.step.backward import Backward, either, note_discard
 from zeroshard.step.decision import (
     Agreed,
     Answer,
@@ -41,7 +41,6 @@ from zeroshard.step.losses import Loss, LossReport, SameBatches, StepLosses
 from zeroshard.traffic import Purpose
 from zeroshard.units import wide_norm
 from zeroshard.zero.reduce import average
-from zeroshard.zero.reductions import either
 
 Run = Callable[[Any], Any]  # runs the model on a microbatch, down to the loss
 

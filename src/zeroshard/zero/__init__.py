@@ -2,7 +2,7 @@
 
 A stage only says which states a rank keeps (`residency`); gathering, freeing and reducing are the same code for all.
 Read `residency`; `weights`; `gradients` and their states, `grad_attribute`, `reduce` (reductions and sums); the orders
-in which units are gathered (`gather_order`) and reduced (`reductions`); `byte_formulas`.
+in which units are gathered (`gather_order`) and, in `step.backward`, reduced; `byte_formulas`.
 """
 
 from zeroshard.zero.byte_formulas import StateBytes, state_bytes, wire_elements

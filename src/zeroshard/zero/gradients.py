@@ -10,7 +10,7 @@ The states of one parameter's gradient (`GradientState`), and the calls that cha
 
 `take_back` leads from any state to EMPTY. On a single rank without a lower tier the buffer is the sum, and ARRIVED the
 last state. The objects on the way: the slot of a parameter (its hooks), `ShownGradients` (`p.grad`), `GradientBuffer`,
-a `Reduction`, a `GradientSum`; `Reductions` says which unit is reduced next.
+a `Reduction`, a `GradientSum`; `step.backward.Reductions` says which unit is reduced next.
 
 [Note: life of a gradient] Autograd hands over each parameter's gradient once per backward. It is copied (or, from
 the second backward without a reduction on, added) into the gradient buffer, laid out like the parameters, so that what
