@@ -9,10 +9,10 @@ import zeroshard as zs
 from zeroshard.memory.ledger import Arena
 from zeroshard.optim.slices.spans import SpanOptimizer
 from zeroshard.parts.axes import Axes
-from zeroshard.parts.gradients import Gradients
 from zeroshard.parts.part import LateUpdates
 from zeroshard.parts.tables import Parts
 from zeroshard.saved.savers import Saver
+from zeroshard.zero.gradients import BufferedGradients
 
 
 def parts_of(engine: zs.Engine) -> Parts:
@@ -35,7 +35,7 @@ def late_updates_of(engine: zs.Engine) -> LateUpdates:
     return engine._assembly.late
 
 
-def gradients_of(engine: zs.Engine) -> list[Gradients]:
+def gradients_of(engine: zs.Engine) -> list[BufferedGradients]:
     """The gradient sums, one per flat."""
     return engine._backward.gradients
 

@@ -1,11 +1,10 @@
 """The path of a gradient, from autograd to the update."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
 
-from zeroshard.autograd.gradient_slot import Lent, RowGradient
 from zeroshard.parts.planned import Planned, Wire, Work
 from zeroshard.units import Flat
 
@@ -104,70 +103,15 @@ class Reduction(Protocol):
         """Planned elements that it sends in a step."""
 
 
-class Shown(Protocol):
-    """The values of `p.grad` of the parameters of one flat.
-
-    Attributes:
-        fresh: parameters whose gradients autograd has added up itself, and that were not collected.
-    """
-
-    fresh: list[torch.nn.Parameter]
-
-    def begin(self) -> None:
-        """A backward begins."""
-
-    def hide(self, parameter: torch.Tensor, number: int) -> None:
-        """Let `p.grad` of parameter `number` say that the gradient was taken in."""
-
-    def refuse_late(self) -> None:
-        """Refuse what autograd has added to gradients that are on their way to other ranks."""
-
-
-class Slots(Protocol):
-    """The gradient buffer of one flat, as slots that are lent."""
-
-    def begin(self) -> None:
-        """A backward begins."""
-
-    def leave(self, number: int, rows: RowGradient) -> bool:
-        """Add rows to the gradient that is made in a slot, once it has come; False where none is being made."""
-
-
 class Gradients(Protocol):
-    """The gradients of a trainable flat; see `zero.gradients.BufferedGradients`.
-
-    Attributes:
-        first_small: the number from which on autograd adds gradients up itself.
-        arrived: per parameter, whether its gradient, or None, came in the backward under way, as far as collected.
-    """
+    """The gradients of a trainable flat, for updaters and accounts; `zero.gradients.BufferedGradients` has more."""
 
     flat: Flat
     reduction: Reduction
-    first_small: int
-    arrived: bytearray
 
     @property
     def written_in_step(self) -> bytes:
-        """Per parameter, 1 where it got a gradient since the last update, on this rank or as set."""
-
-    @written_in_step.setter
-    def written_in_step(self, written: bytes) -> None:
-        """Take over where a gradient came on any rank, once all are reduced."""
-
-    @property
-    def holds(self) -> bool:
-        """Whether any gradient came to the buffer since the last reduction."""
-
-    @property
-    def shown(self) -> Shown:
-        """The values of `p.grad` of its parameters."""
-
-    @property
-    def buffer(self) -> Slots:
-        """Where gradients arrive."""
-
-    def lend(self, number: int) -> Lent | None:
-        """The slot of one parameter's gradient; None where it has to be a tensor of its own."""
+        """Per parameter, 1 where it got a gradient since the last update."""
 
     @property
     def layout(self) -> tuple[bool, bool]:
@@ -175,25 +119,13 @@ class Gradients(Protocol):
 
     @layout.setter
     def layout(self, wide: tuple[bool, bool]) -> None:
-        """Take the buffers that an earlier run had come to need."""
-
-    def listen(self, parameters: Sequence[torch.nn.Parameter]) -> int:
-        """Show the gradients of these parameters; how many of them are to be handed over with `receive`."""
-
-    def collect(self) -> None:
-        """Take over what autograd has added up itself."""
-
-    def take_back(self, everything: bool = False) -> list[int]:
-        """Discard the gradients that the user has taken away or zeroed; the numbers of their parameters."""
+        """Set the buffers to those that an earlier run came to need."""
 
     def receive(self, number: int, gradient: torch.Tensor | None) -> None:
-        """Take in the gradient of parameter `number`; None where autograd has come to it without any."""
+        """Add the gradient of parameter `number`; None where autograd has come to it without any."""
 
-    def widen(self) -> None:
-        """Keep sums over several backwards in fp32 from now on."""
-
-    def start_reduce(self) -> None:
-        """Bring every slice of what was received to its owner."""
+    def collect(self) -> None:
+        """Copy gradients that autograd has added up itself to the buffer."""
 
     def settle(self) -> GradientSum:
         """The sum of the step, with nothing under way."""
@@ -202,11 +134,11 @@ class Gradients(Protocol):
         """The gradient over the elements that this rank updates; `reduction.used` comes after the update.
 
         Args:
-            reads: the caller writes nothing there, so it may be several tensors, one behind the other, of all ranks.
+            reads: for reads only, so it may be several consecutive tensors, of all ranks.
         """
 
     def consume(self) -> None:
-        """Forget the step's gradients."""
+        """Drop the step's gradients."""
 
     def planned(self) -> Iterator[Planned]:
         """Planned bytes of them."""

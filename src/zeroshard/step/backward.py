@@ -12,6 +12,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 
@@ -24,6 +25,7 @@ from zeroshard.parts.weights import Gatherer, PassKind
 from zeroshard.step.context import Within
 from zeroshard.step.losses import BY_MEAN, StepLosses
 from zeroshard.zero.grad_attribute import unreadable
+from zeroshard.zero.gradients import BufferedGradients
 
 GRACE = 0.2  # seconds that it is waited for, where this rank's next gather may be what the others wait for
 
@@ -43,7 +45,9 @@ class Reductions:
         listed: an order of actions names the units of each backward, of which none is the root.
     """
 
-    def __init__(self, gradients: Sequence[Sequence[Gradients]], grace: float | None, listed: bool = False) -> None:
+    def __init__(
+        self, gradients: Sequence[Sequence[BufferedGradients]], grace: float | None, listed: bool = False
+    ) -> None:
         self._gradients, self._grace, self._listed = gradients, grace, listed
         root = len(gradients) - (not listed)
         self._order = [*reversed(range(root)), *range(root, len(gradients))]
@@ -196,7 +200,8 @@ class Backward:
     ) -> None:
         self._gatherer, self._late, self._comm, self._needs_scale = gatherer, late, comm, needs_scale
         self._gradients = [
-            [part.gradients for part in of_unit if part.gradients is not None] for of_unit in parts.of_units
+            [cast(BufferedGradients, part.gradients) for part in of_unit if part.gradients is not None]
+            for of_unit in parts.of_units
         ]
         self.reductions = Reductions(self._gradients, GRACE if gatherer.passes else None, self._listed)
         self._only_trainable = [all(part.flat.trainable for part in of_unit) for of_unit in parts.of_units]
@@ -225,7 +230,7 @@ class Backward:
         self.losses.clear()
 
     @property
-    def gradients(self) -> list[Gradients]:
+    def gradients(self) -> list[BufferedGradients]:
         """The gradients of all units, in their fixed order."""
         return [g for gradients in self._gradients for g in gradients]
 
@@ -336,22 +341,23 @@ class Backward:
         ]
 
     def listen(self, gradients: Gradients, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Take in the gradients of these parameters, which stand for those of the flat."""
-        singly = gradients.listen(parameters)
+        """Receive the gradients of these parameters, stand-ins of those of the flat."""
+        buffered = cast(BufferedGradients, gradients)
+        singly = buffered.listen(parameters)
         for number, parameter in enumerate(parameters[:singly]):
-            slot = _Slot(self, gradients, number, parameter)
+            slot = _Slot(self, buffered, number, parameter)
             parameter.register_hook(slot.clear)
             parameter.register_post_accumulate_grad_hook(slot.receive)
             offer_slot(parameter, slot)
 
-    def lend(self, gradients: Gradients, number: int) -> Lent | None:
+    def lend(self, gradients: BufferedGradients, number: int) -> Lent | None:
         """The slot of one parameter's gradient; see `autograd.gradient_slot`."""
         self.begin()
         if gradients.reduction.in_flight:
             self.reductions.finish()
         return gradients.lend(number)
 
-    def receive(self, gradients: Gradients, number: int, gradient: torch.Tensor | None) -> None:
+    def receive(self, gradients: BufferedGradients, number: int, gradient: torch.Tensor | None) -> None:
         """Move one parameter's gradient into its flat buffer, if there is one; reduce the unit if it is complete."""
         unit = self._unit_of[id(gradients)]
         if gradients.arrived[number]:  # a second round: re-entrant recomputation used the unit once more
@@ -398,7 +404,7 @@ class ListedBackward(Backward):
     _listed = True
 
     def take_back(self, everything: bool = False) -> bool:
-        """Gradients of microbatches are not the user's to discard."""
+        """BufferedGradients of microbatches are not the user's to discard."""
         return False
 
     def _expect(self) -> None:
@@ -417,7 +423,7 @@ class _Slot:
 
     __slots__ = ("backward", "empty", "gradients", "number", "parameter")
 
-    def __init__(self, backward: Backward, gradients: Gradients, number: int, parameter: torch.Tensor) -> None:
+    def __init__(self, backward: Backward, gradients: BufferedGradients, number: int, parameter: torch.Tensor) -> None:
         # weak, because Python cannot see a ring through what autograd holds, and would never free the engine
         self.backward, self.gradients, self.number = weakref.ref(backward), weakref.ref(gradients), number
         self.parameter, self.empty = weakref.ref(parameter), False
