@@ -18,7 +18,7 @@ from torch import nn
 from zeroshard.access.editing import Editing, state_dict_by_unit
 from zeroshard.access.given import LoadedKeys
 from zeroshard.checkpoint import Saving
-from zeroshard.checkpoint.saving import Savings
+from zeroshard.checkpoint.writer import Savings
 from zeroshard.comm.collectives import Comm
 from zeroshard.comm.mesh import Mesh, keep_freed_memory, shared_mesh
 from zeroshard.engine.build import Builder, OptimizerLike, StepReadings

@@ -4,9 +4,8 @@ Read `ledger` (accounts by tier and category, arenas), `host` and `disk` (slabs 
 `ulimit`, asked before memory is taken), then `transfers` (copies and host jobs as tasks, with their executors).
 """
 
-from zeroshard.memory.disk import Disk, Extent
+from zeroshard.memory.disk import Disk, Extent, SimulatedDisk
 from zeroshard.memory.host import HostMemory, in_pages
 from zeroshard.memory.limits import Room, find_rooms
-from zeroshard.memory.rehearsed import ImaginedDisk
 
-__all__ = ["Disk", "Extent", "HostMemory", "ImaginedDisk", "Room", "find_rooms", "in_pages"]
+__all__ = ["Disk", "Extent", "HostMemory", "Room", "SimulatedDisk", "find_rooms", "in_pages"]

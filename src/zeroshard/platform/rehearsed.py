@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from zeroshard.memory import Disk, HostMemory, ImaginedDisk, Room
+from zeroshard.memory import Disk, HostMemory, Room, SimulatedDisk
 from zeroshard.memory.ledger import Ledger
 from zeroshard.memory.transfers import Eager, Modelled, Task, TaskRunner
 from zeroshard.platform.real import Platform
@@ -154,7 +154,7 @@ class Rehearsal(Platform):
 
     def disk(self, folder: Path, ledger: Ledger, timeout: float) -> Disk:
         """A disk that is only counted."""
-        return ImaginedDisk(ledger, self.make_on_host)
+        return SimulatedDisk(ledger, self.make_on_host)
 
     def executor(self, device: torch.device, timeout: float) -> TaskRunner:
         """Tasks on the clock of the rehearsal, or by the CPU time that they take."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroshard.checkpoint import Saving, clear, committed, name_of, put_aside
-from zeroshard.checkpoint.saving import finish_all
+from zeroshard.checkpoint.writer import finish_all
 from zeroshard.engine import Engine
 from zeroshard.errors import CheckpointError, CheckpointWarning, DamagedError
 
