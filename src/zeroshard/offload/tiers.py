@@ -376,7 +376,7 @@ class HostTiers:
 
     def bring(self, weights: Weights, into: torch.Tensor, purpose: Purpose) -> tuple[torch.Tensor, Task | None]:
         """Start to copy a slice of parameters into its part of the gathered buffer, after its update."""
-        after = [] if (update := weights.take_update()) is None else [update]
+        after = [] if (update := weights.update.take()) is None else [update]
         index = weights.flat.index
         padding = index.padding_in(*index.interval(weights.rank))
         evaluates = purpose is Purpose.GATHER_TO_EVALUATE

@@ -450,7 +450,7 @@ class HostUpdates(LateUpdates):
         assert task is not None
         if update.lender is not None:
             update.lender.reader = task
-        weights.begin_update(task)
+        weights.update.begin(task)
         self._in_progress.append((update, task))
         if not withhold(weights, partial(self.need, update.unit)):
             self._seen.add(update.unit)
@@ -478,7 +478,7 @@ class HostUpdates(LateUpdates):
             task.wait()
             if update.staging is not None:
                 self.staging.leave(update.staging, task)
-            update.weights.end_update(task)
+            update.weights.update.end(task)
             update.weights.publish()
         for update, _ in items:
             update.weights.published()

@@ -38,6 +38,27 @@ class Residence(Enum):
 ABSENT = frozenset({Residence.SLICED, Residence.GATHERING})  # where other ranks must take part for the values to come
 
 
+class SliceUpdate:
+    """The update of a rank's slice that is under way, if any; a gather of the slice comes after it."""
+
+    def __init__(self) -> None:
+        self._task: Task | None = None
+
+    def begin(self, task: Task) -> None:
+        """An update is under way."""
+        self._task = task
+
+    def take(self) -> Task | None:
+        """The update under way, for which the caller waits in place of `end`."""
+        task, self._task = self._task, None
+        return task
+
+    def end(self, task: Task) -> None:
+        """This update has ended."""
+        if self._task is task:
+            self._task = None
+
+
 class Weights:
     """The buffer of a flat's parameters; in this class every rank keeps it whole.
 
@@ -55,6 +76,7 @@ class Weights:
         sliced: whether the values go between uses.
         copied: whether this rank keeps a whole copy of its own.
         lost: why a write into the parameters outside of `gathered()` is lost, in words; None where it is kept.
+        update: of `own`, under way.
         awaits: waits for the values, while `residence` is ARRIVING.
     """
 
@@ -64,13 +86,13 @@ class Weights:
     sliced: bool = False
     copied: bool = True
     lost: str | None = None
-    _update: Task | None = None  # of `own`, under way
     awaits: Callable[[], None] | None = None
 
     def __init__(self, flat: Flat, comm: Comm, ledger: Ledger, publishes: bool) -> None:
         self.flat, self.rank, self._comm, self._ledger = flat, comm.mesh.rank, comm, ledger
         self._publishes = publishes and comm.mesh.ranks > 1 and flat.trainable
         self._pending: Pending | Task | None = None
+        self.update = SliceUpdate()
         self._allocate()
         flat.bind(self.full)
 
@@ -112,23 +134,9 @@ class Weights:
         """Parameters that outlive the engine get their values, unless other ranks have a part in them."""
         if self.residence is Residence.ARRIVING and not (self._publishes or sys.is_finalizing()):
             with contextlib.suppress(OffloadError):
-                if self._update is not None:
-                    self._update.wait()
+                if (update := self.update.take()) is not None:
+                    update.wait()
                 arrived(self)
-
-    def begin_update(self, task: Task) -> None:
-        """An update of `own` is under way, which the next gather comes after."""
-        self._update = task
-
-    def take_update(self) -> Task | None:
-        """The update under way, which the caller waits for in place of `end_update`."""
-        update, self._update = self._update, None
-        return update
-
-    def end_update(self, task: Task) -> None:
-        """This update has ended."""
-        if self._update is task:
-            self._update = None
 
     def lend(self) -> None:
         """The user's views follow later updates, as in PyTorch."""

@@ -100,6 +100,14 @@ class Reductions:
             gradients.start_reduce()
             gradients.reduction.finish()
 
+    def unreduced(self) -> list[int]:
+        """The units that hold gradients of this rank which were not reduced yet."""
+        for gradients in (g for of_unit in self._gradients for g in of_unit):
+            gradients.collect()
+        return [
+            unit for unit, of_unit in enumerate(self._gradients) if any(g.holds and g.reduction.needed for g in of_unit)
+        ]
+
     def learn(self) -> None:
         """A step is over: expect of the next every parameter that came in any step so far, if without a gradient."""
         written = [[either(g.written_in_step, bytes(g.arrived)) for g in of_unit] for of_unit in self._gradients]
@@ -330,16 +338,6 @@ class Backward:
             self._active = False
             self._gatherer.abandon()
 
-    def unreduced(self) -> list[int]:
-        """The units that hold gradients of this rank which were not reduced yet."""
-        for gradients in self.gradients:
-            gradients.collect()
-        return [
-            unit
-            for unit, shards in enumerate(self._gradients)
-            if any(gradients.holds and gradients.reduction.needed for gradients in shards)
-        ]
-
     def listen(self, gradients: Gradients, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Receive the gradients of these parameters, stand-ins of those of the flat."""
         buffered = cast(BufferedGradients, gradients)
@@ -357,7 +355,7 @@ class Backward:
             self.reductions.finish()
         return gradients.lend(number)
 
-    def receive(self, gradients: BufferedGradients, number: int, gradient: torch.Tensor | None) -> None:
+    def _receive(self, gradients: BufferedGradients, number: int, gradient: torch.Tensor | None) -> None:
         """Move one parameter's gradient into its flat buffer, if there is one; reduce the unit if it is complete."""
         unit = self._unit_of[id(gradients)]
         if gradients.arrived[number]:  # a second round: re-entrant recomputation used the unit once more
@@ -455,7 +453,7 @@ class _Slot:
             if gradient is not None or gradients.written_in_step[self.number]:
                 gradients.shown.hide(parameter, self.number)
             if gradient is not None or self.empty:
-                backward.receive(gradients, self.number, None if gradient is None else gradient.detach())
+                backward._receive(gradients, self.number, None if gradient is None else gradient.detach())
             elif parameter.requires_grad:  # else it was frozen after the forward, and autograd passes it over
                 raise unreadable(gradients.flat.index.entries[self.number].name)
 

@@ -416,7 +416,7 @@ class StepSequence:
         self._optimizer.account()
 
     def _exchange(self, step: int, wanted: str) -> list[Answer]:
-        unreduced, units = self.backward.unreduced(), len(self._parts.units)
+        unreduced, units = self.backward.reductions.unreduced(), len(self._parts.units)
         squares = 0.0 if unreduced else self._squares()
         groups = self._optimizer.optimizer.param_groups
         settings = self._settings.checksum(groups) if self._axes.alike.mesh.ranks > 1 else 0

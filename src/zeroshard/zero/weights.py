@@ -117,7 +117,7 @@ class OnDevice:
 
     def bring(self, weights: "Sliced", into: torch.Tensor, purpose: Purpose) -> tuple[torch.Tensor, Task | None]:
         """The slice is on the device, once its update has ended."""
-        if (update := weights.take_update()) is not None:
+        if (update := weights.update.take()) is not None:
             update.wait()
         return weights.own, None
 
