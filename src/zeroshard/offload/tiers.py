@@ -370,7 +370,7 @@ class HostTiers:
         self.spare: Callable[[], int] = lambda: max(0, spare - ledger.total("host")) // SPARED
 
     def slab(self, numel: int, dtype: torch.dtype, label: str, padding: int) -> torch.Tensor:
-        """A place for a slice [numel] of parameters, of which `padding` elements hold nothing."""
+        """Memory for a slice [numel] of parameters, whose last `padding` elements hold nothing."""
         tier = self.disk if self.policy.disk_parameters and self.disk is not None else self.host
         return tier.slab(numel, dtype, Category.PARAMETERS, label, padding)
 

@@ -14,7 +14,7 @@ class GradientSum(Protocol):
 
     @property
     def adds(self) -> bool:
-        """Whether the next mean is to be added to what is in `slot()`."""
+        """Whether `slot()` holds a sum, to which the next mean is added."""
 
     @property
     def apart(self) -> bool:
@@ -25,10 +25,10 @@ class GradientSum(Protocol):
         """Whether 16-bit gradients have come to be summed in fp32."""
 
     def slot(self) -> torch.Tensor:
-        """Where the next mean [S] is to be put, or added."""
+        """Memory for the next mean [S]."""
 
     def put(self, mean: torch.Tensor) -> None:
-        """Take in a mean [S], in its slot or elsewhere; it stays as it is until `release`."""
+        """Add a mean [S], in its slot or elsewhere, which the caller leaves unchanged until `release`."""
 
     def release(self) -> None:
         """Wait until the slot is free again."""
@@ -46,10 +46,10 @@ class GradientSum(Protocol):
         """Its 2-norm, a scalar."""
 
     def clear(self, low: int, high: int) -> None:
-        """Let elements [low, high) of the sum be zeros."""
+        """Zero elements [low, high) of the sum."""
 
     def changed(self, filled: bool = False) -> None:
-        """The sum that `settle` returned was changed in place; with `filled`, it holds what other ranks had."""
+        """Note a change of the sum in place; with `filled`, it holds gradients of other ranks."""
 
     def consume(self) -> None:
         """The next mean begins a new sum."""
@@ -62,7 +62,7 @@ class GradientSum(Protocol):
 
 
 class Reduction(Protocol):
-    """How gradients get from the gradient buffer into the sum of the rank that owns the slice."""
+    """The way of gradients from the gradient buffer into the sum of the slice's owner."""
 
     needed: bool
     local: bool
@@ -73,31 +73,31 @@ class Reduction(Protocol):
         """Whether a reduction was started and not finished."""
 
     def start(self) -> None:
-        """Start to send what is in the gradient buffer."""
+        """Start to send the gradient buffer."""
 
     def finish(self, seconds: float | None = None) -> bool:
-        """Have the mean in the sum; False if that takes longer than `seconds`."""
+        """Wait until the mean is in the sum; False if that takes longer than `seconds`."""
 
     def release(self) -> None:
-        """Have the gradient buffer free again."""
+        """Wait until the gradient buffer is free again."""
 
     def meet(self) -> None:
-        """Finish and release what is under way, if the other ranks wait for this one's part in that."""
+        """Finish and release, where other ranks wait for this one's part."""
 
     def start_whole(self) -> None:
-        """Start to fetch from other ranks what `whole` returns, if that takes no memory."""
+        """Start the gather for `whole`, if that takes no memory."""
 
     def whole(self, total: torch.Tensor) -> torch.Tensor:
         """The gradient over the elements that this rank updates, from its slice of the sum."""
 
     def pieces(self, total: torch.Tensor) -> list[torch.Tensor]:
-        """What `whole` returns, one piece behind the other, to be read alone."""
+        """The contents of `whole` as consecutive pieces, for reads only."""
 
     def used(self) -> None:
-        """What `whole` or `pieces` returned is not needed any more."""
+        """The update has read the tensors of `whole` or `pieces`."""
 
     def reserve(self, total: torch.Tensor) -> None:
-        """Have the scratch that `whole` of this sum takes."""
+        """Make the arena hold the scratch of `whole`."""
 
     def wire(self, work: Work) -> Wire:
         """Planned elements that it sends in a step."""

@@ -113,7 +113,7 @@ class Weights:
         self.flat.attach()
 
     def move(self, buffer: torch.Tensor) -> None:
-        """Let `buffer` [N*S] be the whole buffer from now on."""
+        """Use `buffer` [N*S] as the whole buffer from now on."""
         self.full, self.own = buffer, self._part(buffer)
 
     def begin_edit(self) -> None:
@@ -185,7 +185,7 @@ class Weights:
 
 
 def withhold(weights: Weights, finish: Callable[[], None], spans: int = 0) -> bool:
-    """Have every use of parameters call `finish` before: their values are changed until `arrived` ([Note: arriving]).
+    """Call `finish` before every use of parameters, whose values change until `arrived` ([Note: arriving]).
 
     Args:
         spans: how many tensors of the optimizer view `own`.
@@ -203,21 +203,21 @@ def withhold(weights: Weights, finish: Callable[[], None], spans: int = 0) -> bo
 
 
 def arrived(weights: Weights) -> None:
-    """The values of weights are the new ones, and stay so."""
+    """End `withhold`: the new values are there."""
     if weights.residence is Residence.ARRIVING:
         weights.residence, weights.awaits = Residence.GATHERED, None
         weights.flat.attach()
 
 
 def _seen_elsewhere(weights: Weights, spans: int) -> bool:
-    """Whether anything shares the buffer but its parameters, their views, the optimizer's and those of `p.data`."""
+    """Whether a tensor of the user shares the buffer, beside parameters, their views, the optimizer's and `p.data`."""
     storage, flat = weights.full.untyped_storage(), weights.flat
     users: int = torch._C._storage_Use_Count(storage._cdata)
     return users > len(flat.parameters) + len(flat.views) + flat.aliases + spans + 3  # `full`, `own` and `storage`
 
 
 class PassKind(StrEnum):
-    """A walk over the model; each kind has an order of its own."""
+    """The kinds of walks over a model, each with an order of its own."""
 
     FORWARD = "forward"
     EVALUATION = "evaluation"
@@ -260,7 +260,7 @@ class Gatherer:
         """
 
     def done(self, number: int | None = None, computed_again: bool = False) -> None:
-        """Free unit `number`: nothing in this pass uses it again; by default, the units that a backward has passed.
+        """Free unit `number`, which this pass does not use again; by default the units behind a backward.
 
         See [Note: numbers of nodes] for those.
 

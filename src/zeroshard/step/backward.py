@@ -59,7 +59,7 @@ class Reductions:
         self._all = self._expected = [[b"\1" * len(g.arrived) for g in of_unit] for of_unit in gradients]
 
     def begin(self, units: Sequence[int] | None = None) -> None:
-        """A backward begins that completes the gradients of these units, by default of all."""
+        """Begin a backward that completes the gradients of these units, by default of all."""
         self._turns = self._in_turn(units)
         for gradients in (g for unit in self._turns for g in self._gradients[unit]):
             gradients.arrived = bytearray(len(gradients.arrived))
@@ -72,7 +72,7 @@ class Reductions:
             self._turns.pop()
 
     def launch_rest(self, units: Sequence[int] | None = None) -> None:
-        """Start those of these units, by default of all, that were not started: their gradients are there.
+        """Start the rest of these units, by default of all, since their gradients have come.
 
         Raises:
             PlanError: a gradient came to a unit of an order of actions after its start.
@@ -90,7 +90,7 @@ class Reductions:
         self._finish(len(self._in_flight))
 
     def end(self) -> None:
-        """The backward is over: finish all, and hand back their buffers, once all ranks have read them."""
+        """End the backward: finish all reductions, and free their buffers once all ranks have read them."""
         self.finish()
         self._release(len(self._unread))
 
@@ -109,7 +109,7 @@ class Reductions:
         ]
 
     def learn(self) -> None:
-        """A step is over: expect of the next every parameter that came in any step so far, if without a gradient."""
+        """End a step: expect of the next each parameter that came in any step so far, even without a gradient."""
         written = [[either(g.written_in_step, bytes(g.arrived)) for g in of_unit] for of_unit in self._gradients]
         if self._past is not None and written != self._past:
             units = zip(self._past, written, strict=True)
@@ -127,7 +127,7 @@ class Reductions:
 
     @never_written.setter
     def never_written(self, names: list[str] | None) -> None:
-        """Expect of the next steps what an earlier run came to expect."""
+        """Expect all parameters but these, as an earlier run did."""
         if names is not None:
             never = set(names)
             self._past = self._expected = [
@@ -140,7 +140,7 @@ class Reductions:
         return self._came(unit, self._all[unit])
 
     def complete(self, unit: int) -> bool:
-        """Whether every gradient of a unit that ever came has come."""
+        """Whether every expected gradient of a unit has come."""
         return self._came(unit, self._expected[unit])
 
     def _in_turn(self, units: Sequence[int] | None) -> list[int]:
@@ -186,7 +186,7 @@ class Reductions:
 
 
 class Backward:
-    """Receives the gradients of one model from autograd, which reduces each unit when its gradients are there.
+    """Receives the gradients of one model from autograd, and reduces each unit when all of its own have come.
 
     Attributes:
         reductions: of its units, and which gradients they wait for.
@@ -233,7 +233,7 @@ class Backward:
         self._count += 1
 
     def restart(self) -> None:
-        """The gradients were used or dropped: count anew."""
+        """Count anew, since the gradients were used or dropped."""
         self._count = 0
         self.losses.clear()
 
@@ -264,7 +264,7 @@ class Backward:
             self.forget_interrupted()
 
     def on_output_gradient(self, gradient: torch.Tensor) -> None:
-        """The gradient of an output, the first sign of a backward under way."""
+        """Begin a backward at the gradient of an output, its first sign."""
         self.begin()
         self._gatherer.need(len(self._gradients) - 1)
 
@@ -321,7 +321,7 @@ class Backward:
         return True
 
     def enter(self, unit: int) -> None:
-        """Gather a unit, of which the backward of a call begins; reduce those that are complete."""
+        """Gather a unit before the backward of a call of it; reduce the units that are complete."""
         self.begin()
         self._gatherer.need(unit, enters=True)
         self._launch()
@@ -356,7 +356,7 @@ class Backward:
         return gradients.lend(number)
 
     def _receive(self, gradients: BufferedGradients, number: int, gradient: torch.Tensor | None) -> None:
-        """Move one parameter's gradient into its flat buffer, if there is one; reduce the unit if it is complete."""
+        """Copy a parameter's gradient, if it has one, to its flat buffer; reduce the unit if it is complete."""
         unit = self._unit_of[id(gradients)]
         if gradients.arrived[number]:  # a second round: re-entrant recomputation used the unit once more
             for each in self._gradients[unit]:
@@ -371,7 +371,7 @@ class Backward:
         self._launch()
 
     def _expect(self) -> None:
-        """A backward begins: expect its gradients, and keep sums with those of earlier ones in fp32."""
+        """Expect the gradients of a backward, and add them to those of earlier ones in fp32."""
         self.reductions.begin()
         if self._count:
             for gradients in self.gradients:
@@ -383,7 +383,7 @@ class Backward:
             self.reductions.launch(self.reductions.complete)
 
     def _end(self) -> None:
-        """The backward is over: reduce the remaining units, free the gathered ones."""
+        """End the backward: reduce the remaining units, free the gathered ones."""
         self._gatherer.free_all()
         for gradients in self.gradients:
             if gradients.first_small:  # else they lie in the buffer already
@@ -402,11 +402,11 @@ class ListedBackward(Backward):
     _listed = True
 
     def take_back(self, everything: bool = False) -> bool:
-        """BufferedGradients of microbatches are not the user's to discard."""
+        """Discard nothing: gradients of microbatches are the engine's."""
         return False
 
     def _expect(self) -> None:
-        """The order tells `reductions` which backward completes which gradients."""
+        """Expect nothing: the order of actions begins the reductions."""
         for gradients in self.gradients:
             gradients.shown.begin()
 

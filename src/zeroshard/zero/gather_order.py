@@ -159,7 +159,7 @@ class ByPass(Gatherer):
         self._passes.append(Pass(kind, order))
 
     def end(self) -> None:
-        """End the innermost pass: gather and drop what other ranks may have used and this one did not."""
+        """End the innermost pass; units that other ranks may have used are gathered and freed."""
         walk = self._passes[-1]
         self._advance(walk, len(walk.order.units))
         self._passes.pop()
@@ -175,12 +175,12 @@ class ByPass(Gatherer):
             walk.order.settled = True
 
     def abandon(self) -> None:
-        """Leave all passes after an error, freeing what they hold."""
+        """Leave all passes after an error, and free all units."""
         self._passes.clear()
         self.free_all()
 
     def need(self, number: int, enters: bool = False) -> None:
-        """Gather unit `number` before this returns; start to fetch the one after it, once those passed are free."""
+        """Gather unit `number`; start to gather the next one, once the units behind are free."""
         shards = self._shards[number]
         self._computed_again.pop(number, None)
         present = all(shard.residence is Residence.GATHERED for shard in shards)
@@ -210,7 +210,7 @@ class ByPass(Gatherer):
             shard.finish_gather()
 
     def done(self, number: int | None = None, computed_again: bool = False) -> None:
-        """Free unit `number`, unless its next gather is already under way; by default those that a backward passed."""
+        """Free unit `number`, unless its next gather is under way; by default the units behind a backward."""
         if computed_again and number is not None:
             self._computed_again[number] = None
             return
@@ -286,16 +286,16 @@ class ByPass(Gatherer):
         """From here on, units are gathered as modules use them."""
 
     def free(self, numbers: Sequence[int]) -> None:
-        """Free what is left of it."""
+        """Free all units."""
         self.free_all()
 
     def _unpin(self) -> None:
-        """Free what `_pin` gathered."""
+        """Undo `_pin`."""
         self._pins -= 1
         self.free_all()
 
     def _use(self, number: int) -> None:
-        """Enter a unit among those in use, in a backward with the first node of the call that it has come to."""
+        """Count a unit as in use, in a backward with the first node of the call whose backward runs."""
         walk, first = self._passes[-1] if self._passes else None, 0
         if walk is not None and number != len(self._units) - 1:
             calls = self._calls[number]
@@ -420,7 +420,7 @@ def _supersequence(a: list[int], b: list[int]) -> list[int]:
 
 
 def _insert(units: list[int], number: int, backwards: bool) -> None:
-    """Put a unit into a list, before the first unit but the first that comes after it in the order of a pass."""
+    """Insert a unit into a list by its number, after the first entry (the root)."""
     if number not in units:
         after = (place for place, other in enumerate(units) if place and (other < number) == backwards)
         units.insert(next(after, len(units)), number)

@@ -63,7 +63,7 @@ SENT = bytes(REDUCING if state == ARRIVED else state for state in range(256))
 
 @dataclass(frozen=True, slots=True)
 class Accumulation:
-    """How the gradients of several backwards come together.
+    """How gradients of several backwards add up.
 
     Attributes:
         wire_dtype: dtype on the wire; None for that of the gradients themselves, which loses nothing.
@@ -106,7 +106,7 @@ class GradientBuffer:
         return self.tensor
 
     def drop(self) -> None:
-        """Hand it back, unless it is kept."""
+        """Free the buffer, unless it is kept."""
         if self.tensor is not None and not self.kept:
             self._arena.give(self.tensor)
             self.tensor = None
@@ -154,7 +154,7 @@ class GradientBuffer:
         return True
 
     def store(self, view: torch.Tensor, number: int, gradient: torch.Tensor, adds: bool) -> None:
-        """Put a gradient that has come into its slot, or add it to the earlier one there.
+        """Copy a gradient to its slot, or add it to the earlier one there.
 
         Args:
             view: the slot.
@@ -172,7 +172,7 @@ class GradientBuffer:
             rows.add_to(view)
 
     def refuse_lent(self) -> None:
-        """Refuse to send a gradient that a backward around this one is still making.
+        """Refuse to reduce while a backward around this one is still making a gradient.
 
         Raises:
             PlanError: with the name of a parameter.
@@ -233,7 +233,7 @@ class BufferedGradients:
 
     @written_in_step.setter
     def written_in_step(self, written: bytes) -> None:
-        """Take over where a gradient came on any rank, once all are reduced."""
+        """Set the parameters with a gradient on any rank, once all are reduced."""
         if written == self.written_in_step:
             return
         for number, state in enumerate(self._states):
@@ -246,7 +246,7 @@ class BufferedGradients:
         return ARRIVED in self._states or self._holds_others
 
     def listen(self, parameters: Sequence[torch.nn.Parameter]) -> int:
-        """Show the gradients of these parameters, which stand for those of the flat.
+        """Show the gradients of these parameters, stand-ins of the flat's.
 
         Returns:
             how many of them are to be handed over singly, with `receive`; autograd adds up those of the others.
@@ -261,7 +261,7 @@ class BufferedGradients:
         return self.first_small
 
     def collect(self) -> None:
-        """Take over the gradients that autograd accumulated itself since the last call."""
+        """Copy the gradients that autograd has added up itself since the last call to the buffer."""
         if not self.shown.fresh:
             return
         earlier = self.shown.earlier
@@ -296,7 +296,7 @@ class BufferedGradients:
         return found
 
     def receive(self, number: int, gradient: torch.Tensor | None) -> None:
-        """Take in the gradient of parameter `number`, adding to what came since the last reduction.
+        """Copy the gradient of parameter `number` to its slot, or add it to the earlier one there.
 
         Args:
             gradient: None where autograd has come to the parameter without any, which leaves it unwritten.
@@ -343,7 +343,7 @@ class BufferedGradients:
 
     @layout.setter
     def layout(self, wide: tuple[bool, bool]) -> None:
-        """Take the buffers that an earlier run had come to need, so that sums round alike here."""
+        """Use the buffers of an earlier run, so that sums round alike."""
         wide_sum, wide_buffer = wide
         if wide_buffer and self.buffer.dtype.itemsize < 4:
             self.buffer.widen()
@@ -351,7 +351,7 @@ class BufferedGradients:
             self._sum.widen(empty=True)
 
     def start_reduce(self) -> None:
-        """Bring every slice of what was received to its owner; parameters without a gradient count as zeros."""
+        """Start to reduce every slice to its owner; parameters without a gradient count as zeros."""
         if not self.reduction.needed:
             return
         self.collect()
@@ -363,7 +363,7 @@ class BufferedGradients:
         self._states = self._states.translate(SENT)
 
     def settle(self) -> GradientSum:
-        """The sum of the step, after its reductions; call it when all gradients are reduced."""
+        """Finish the step's reductions; returns the sum."""
         self.reduction.finish()
         self.reduction.release()
         if not self.reduction.needed:
@@ -374,7 +374,7 @@ class BufferedGradients:
         """The gradient over the elements that this rank updates: its slice [S], or at stage 0 all [N*S], gathered.
 
         Args:
-            reads: the caller writes nothing there, so it may be several tensors, one behind the other, of all ranks.
+            reads: for reads only, so it may be several consecutive tensors, of all ranks.
         """
         total = self._sum.settle()
         return self.reduction.pieces(total) if reads else [self.reduction.whole(total)]
@@ -401,7 +401,7 @@ class BufferedGradients:
         yield from self._sum.wire(work)
 
     def _take(self, found: Mapping[int, torch.Tensor]) -> None:
-        """Copy gradients of small parameters into the buffer, or add them to what came since the last reduction."""
+        """Copy gradients of small parameters to their slots, or add them to the earlier ones there."""
         buffer, index, numbers = self._writable(), self.flat.index, range(self.first_small, len(self._states))
         earlier = len(numbers) if self._holds_others else self._states.count(ARRIVED, self.first_small)
         if torch.is_grad_enabled() or set(map(LAYOUT, found.values())) != {torch.strided}:
@@ -429,7 +429,7 @@ class BufferedGradients:
         self._sum.changed()
 
     def _writable(self) -> torch.Tensor:
-        """The gradient buffer, which no reduction and no sum needs any more as it is."""
+        """The gradient buffer, once no reduction and no sum reads it."""
         self.reduction.finish()  # the caller finishes reductions of several flats in order
         self.reduction.release()
         buffer = self.buffer.ready()

@@ -23,7 +23,7 @@ from zeroshard.units import Flat, Unit
 
 
 class Mapped(Weights):
-    """Parameters that are there once for all ranks of a machine, which map the same memory.
+    """Parameters in memory that all ranks of a machine map, once for all of them.
 
     Each rank updates its own slice, and enters that in its ledger.
     """
@@ -86,10 +86,10 @@ class Keeper(Protocol):
     brings: tuple[Purpose, ...]
 
     def slab(self, numel: int, dtype: torch.dtype, label: str, padding: int) -> torch.Tensor:
-        """A place for a slice [numel], of which `padding` elements hold nothing."""
+        """Memory for a slice [numel], whose last `padding` elements hold nothing."""
 
     def bring(self, weights: "Sliced", into: torch.Tensor, purpose: Purpose) -> tuple[torch.Tensor, Task | None]:
-        """Start to bring the slice to the device; returns its place [S], and the task to wait for.
+        """Start to copy the slice to the device; returns its memory [S] there, and the task to wait for.
 
         Args:
             into: its part of the gathered buffer.
@@ -112,7 +112,7 @@ class OnDevice:
         self._device, self._ledger = device, ledger
 
     def slab(self, numel: int, dtype: torch.dtype, label: str, padding: int) -> torch.Tensor:
-        """A place for a slice [numel], of which `padding` elements hold nothing."""
+        """Memory for a slice [numel], whose last `padding` elements hold nothing."""
         return self._ledger.empty(numel, dtype, self._device, Category.PARAMETERS, label, padding)
 
     def bring(self, weights: "Sliced", into: torch.Tensor, purpose: Purpose) -> tuple[torch.Tensor, Task | None]:
@@ -128,7 +128,7 @@ class OnDevice:
 
 
 class Sliced(Weights):
-    """Parameters of which this rank keeps a slice; the whole is gathered for use and freed after it (stage 3).
+    """Sliced parameters: this rank keeps its slice, and gathers the whole for each use (stage 3).
 
     [Note: freed storage] The gathered buffer is one storage for life, resized to zero bytes and back. Views of it that
     autograd saved stay valid once it is refilled, and pin nothing while it is empty. What is gathered for the user is
@@ -190,7 +190,7 @@ class Sliced(Weights):
             self.flat.attach()
 
     def lend(self) -> None:
-        """Let the next gather fill a storage of its own, which `free` leaves to the views that still use it."""
+        """Gather into a new storage next, which `free` leaves to views that still use it."""
         self.free()
         self._lasting = self.full, self.flat.views
         self.full = torch.empty_like(self.full)
@@ -250,7 +250,7 @@ class Arriving(Weights):
         super().publish()
 
     def published(self) -> None:
-        """Wait for slices whose parameters are not absent; `finish_gather` waits for the others."""
+        """Wait for gathers of parameters that are read already; `finish_gather` waits for the rest."""
         if self.residence is Residence.GATHERED:
             super().published()
 
@@ -296,12 +296,12 @@ class Arrivals(LateUpdates):
             weights.finish_gather()
 
     def awaited(self, units: Iterable[int]) -> Iterable[int]:
-        """The units whose weights arrive after the step, of those given."""
+        """The units among these whose weights arrive after the step."""
         return [unit for unit in units if unit in self._of_units]
 
 
 class ByChunk(Gatherer):
-    """Units that come and go with the chunk of a pipeline that they are in, where its list of actions says so.
+    """Gathers and frees units with their chunk of a pipeline, at actions of its list.
 
     Args:
         units: of this rank.
