@@ -16,7 +16,7 @@ from zeroshard.memory.ledger import Arena, Category, Ledger
 from zeroshard.offload.tiers import HostSlice, HostTiers, agreed_on_host
 from zeroshard.offload.updaters import HostAdam, HostScratch, HostUpdater
 from zeroshard.offload.updates import HostSum, HostUpdates
-from zeroshard.optim import SpanOptimizer, Steps, deal_out, layout_of, spans_of
+from zeroshard.optim import SpanOptimizer, StateLayout, Steps, deal_out, layout_of, spans_of
 from zeroshard.optim.slices.updater import DeviceUpdater, MasterUpdater, Untrained
 from zeroshard.parts.axes import Axes
 from zeroshard.parts.gradients import GradientSum, Reduction
@@ -78,6 +78,22 @@ class StepReadings(NamedTuple):
     unclipped: Callable[[], float]
 
 
+class Chosen(NamedTuple):
+    """The parameters of this rank's stage under a plan.
+
+    Attributes:
+        units: that hold them.
+        groups: the optimizer group of each trained one.
+        fp32: those that stay in fp32.
+        on_host: numbers of the units that are updated on the host.
+    """
+
+    units: list[Unit]
+    groups: dict[nn.Parameter, int]
+    fp32: set[nn.Parameter]
+    on_host: set[int]
+
+
 class Builder:
     """Materialises a model unit by unit, and keeps of each unit the states that the plan says."""
 
@@ -118,43 +134,57 @@ class Builder:
         begin_engine(self._axes.world.mesh)
         refuse_used(torch_optimizer)
         layout = layout_of(torch_optimizer)
-        skip = self._stage.skipped_modules
-        materialiser = Materialiser(self._model, self._plan.seed, initialise, skip)
+        materialiser = Materialiser(self._model, self._plan.seed, initialise, self._stage.skipped_modules)
         for technique in techniques:
             self._cut(technique, torch_optimizer, materialiser)
         refuse_split(torch_optimizer, layout, self._cuts)
         groups = groups_of(torch_optimizer, self._model)
-        kept = keep_in_fp32(self._model, self._plan.fp32_modules, self._precision)
-        units = self._stage.units
+        fp32 = keep_in_fp32(self._model, self._plan.fp32_modules, self._precision)
         self._spans = SpanOptimizer(torch_optimizer, self._ledger, layout)
-        going = self._offload(units, torch_optimizer)
+        units = self._stage.units
+        chosen = Chosen(units, groups, fp32, self._offload(units, torch_optimizer))
+        kinds = [self._kinds(unit, chosen) for unit in units]
+        self._place(chosen, kinds, layout)
+        parts = self._materialise(chosen, kinds, materialiser)
+        return self._equip(units, parts, techniques)
+
+    def _place(self, chosen: Chosen, kinds: list[Kinds], layout: StateLayout) -> None:
+        """Check that the states fit, let ranks share memory, and share whole parameters out among owners."""
+        units, precision = chosen.units, self._precision
         checks = RoomChecks(self._plan, self._comm.mesh, self._ledger, self._stage, layout)
-        itemsize = lambda p: self._precision.dtype_of(p, p in kept).itemsize  # noqa: E731
-        raise_together(self._axes.world, partial(checks.all, units, groups, itemsize, going, self._lower))
+        itemsize = lambda p: precision.dtype_of(p, p in chosen.fp32).itemsize  # noqa: E731
+        check = partial(checks.all, units, chosen.groups, itemsize, chosen.on_host, self._lower)
+        raise_together(self._axes.world, check)
         self._share_memory(units)
         if self._lower is not None:
             gathers = all(self._gathers(axis.comm) for axis in self._slicing)
-            self._late = HostUpdates(
-                self._lower, self._spans, self._arena, self._progress.unclipped, len(units), gathers
-            )
-        parts: list[list[Part]] = []
-        kinds = [self._kinds(unit, groups, kept) for unit in units]
+            unclipped = self._progress.unclipped
+            self._late = HostUpdates(self._lower, self._spans, self._arena, unclipped, len(units), gathers)
         if layout.whole is not None:
-            apart = (self._residency.slice_gradients, self._residency.slice_parameters, bool(self._precision.compute))
+            apart = (self._residency.slice_gradients, self._residency.slice_parameters, bool(precision.compute))
             owned = 4 * sum(apart) if self._residency.slice_states else None
-            self._spans.owners = deal_out(kinds, self._axes, groups, torch_optimizer, owned, self._cuts)
-        for unit, of_unit in zip(units, kinds, strict=True):
+            optimizer = self._spans.optimizer
+            self._spans.owners = deal_out(kinds, self._axes, chosen.groups, optimizer, owned, self._cuts)
+
+    def _materialise(self, chosen: Chosen, kinds: list[Kinds], materialiser: Materialiser) -> list[list[Part]]:
+        """Give values to the parameters and buffers of this rank, unit by unit; its parts."""
+        parts = list[list[Part]]()
+        for unit, of_unit in zip(chosen.units, kinds, strict=True):
             for owner in unit.owners:
                 materialiser.materialise(owner)
-            flats = self._flats(unit, of_unit, materialiser)
-            parts.append([self._part(*flat, groups, unit.number in going) for flat in flats])
+            flats, on_host = self._flats(unit, of_unit, materialiser), unit.number in chosen.on_host
+            parts.append([self._part(flat, place, own, chosen.groups, on_host) for flat, place, own in flats])
         for module in self._model.modules():
             materialiser.materialise(module)  # buffers of modules without parameters
-        dtype_of = lambda p: self._precision.dtype_of(p, p in kept)  # noqa: E731
-        self._stage.let_go(units, materialiser.real, dtype_of, self._ledger)
-        self._place_buffers(skip)
+        dtype_of = lambda p: self._precision.dtype_of(p, p in chosen.fp32)  # noqa: E731
+        self._stage.let_go(chosen.units, materialiser.real, dtype_of, self._ledger)
+        self._place_buffers(self._stage.skipped_modules)
         self._comm.agree(b"", "weights are in place")
         self._axes.begin()
+        return parts
+
+    def _equip(self, units: list[Unit], parts: list[list[Part]], techniques: Sequence[Technique]) -> Assembly:
+        """Point the optimizer at the slices, and make what gathers, sends, saves and draws for the parts."""
         self._spans.install_spans()
         self._late.spans_installed()
         gatherer = self._gatherer(units, parts)
@@ -256,7 +286,7 @@ class Builder:
         whole, gradients = sum(sizes), 4 * max(sizes, default=0) if by_unit else sum(sizes)
         return 4 * ((whole if plan.zero else 0) + axis.size * gradients)
 
-    def _kinds(self, unit: Unit, groups: dict[nn.Parameter, int], kept: set[nn.Parameter]) -> Kinds:
+    def _kinds(self, unit: Unit, chosen: Chosen) -> Kinds:
         """A unit's parameters by (dtype, trainable, kind of their place).
 
         Small ones come last, those of one optimizer group side by side: on all ranks alike, whose parts may be uneven.
@@ -266,13 +296,13 @@ class Builder:
             cut, numel = self._cuts.get(item[1]), item[1].numel()
             if isinstance(cut, Split):
                 numel = math.prod(cut.shape) // self._axes.new[cut.axis].size
-            return is_small(numel), groups.get(item[1], -1)
+            return is_small(numel), chosen.groups.get(item[1], -1)
 
         kinds: Kinds = {}
         for name, parameter in sorted(unit.parameters.items(), key=order):
             key = (
-                self._precision.dtype_of(parameter, parameter in kept),
-                parameter in groups and parameter.requires_grad,
+                self._precision.dtype_of(parameter, parameter in chosen.fp32),
+                parameter in chosen.groups and parameter.requires_grad,
                 PlaceKind.of(self._cuts.get(parameter)),
             )
             kinds.setdefault(key, {})[name] = parameter
