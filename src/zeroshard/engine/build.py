@@ -36,7 +36,7 @@ from zeroshard.saved.savers import Savers, SavingPlan, savers_of
 from zeroshard.units import Flat, Unit, is_small
 from zeroshard.units.materialise import Initialiser, Materialiser, seed_of
 from zeroshard.validation.arguments import groups_of, refuse_split, refuse_used
-from zeroshard.validation.memory import RoomChecks, raise_together
+from zeroshard.validation.memory import RoomChecks, raise_on_all_ranks
 from zeroshard.zero import Accumulation, BufferedGradients, ByChunk, ByPass, Residency
 from zeroshard.zero.gradients import GradientBuffer
 from zeroshard.zero.reduce import AllReduce, BufferSum, DeviceSum, Direct, OwnSlice, Scatter
@@ -53,9 +53,9 @@ class Assembly:
     Attributes:
         parts: by unit.
         optimizer: the user's, over slices.
-        gatherer: brings units that are sliced.
+        gatherer: gathers sliced units.
         late: updates that run beside the steps.
-        saver: keeps what autograd saves.
+        saver: stores tensors that autograd saves.
     """
 
     parts: Parts
@@ -95,7 +95,7 @@ class Chosen(NamedTuple):
 
 
 class Builder:
-    """Materialises a model unit by unit, and keeps of each unit the states that the plan says."""
+    """Materialises a model unit by unit, with the states of each unit under the plan."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class Builder:
         checks = RoomChecks(self._plan, self._comm.mesh, self._ledger, self._stage, layout)
         itemsize = lambda p: precision.dtype_of(p, p in chosen.fp32).itemsize  # noqa: E731
         check = partial(checks.all, units, chosen.groups, itemsize, chosen.on_host, self._lower)
-        raise_together(self._axes.world, check)
+        raise_on_all_ranks(self._axes.world, check)
         self._share_memory(units)
         if self._lower is not None:
             gathers = all(self._gathers(axis.comm) for axis in self._slicing)
@@ -184,12 +184,12 @@ class Builder:
         return parts
 
     def _equip(self, units: list[Unit], parts: list[list[Part]], techniques: Sequence[Technique]) -> Assembly:
-        """Point the optimizer at the slices, and make what gathers, sends, saves and draws for the parts."""
+        """Point the optimizer at the slices; make gatherer, scratch, savers and random numbers."""
         self._spans.install_spans()
         self._late.spans_installed()
         gatherer = self._gatherer(units, parts)
         messages = self._arena if self._comm.shared is None else Arena(self._ledger, self._axes.world.buffer)
-        raise_together(self._axes.world, self._room_for_states)
+        raise_on_all_ranks(self._axes.world, self._room_for_states)
         return Assembly(
             Parts(units, parts, self._arena, messages, gatherer, self._random_numbers(techniques)),
             self._spans, self._precision, gatherer, self._late, self._savers(),
@@ -205,7 +205,7 @@ class Builder:
         self._ledger.check_room(Category.OPTIMIZER_STATES, more, "the first step")
 
     def _cut(self, technique: Technique, optimizer: torch.optim.Optimizer, materialiser: Materialiser) -> None:
-        """Let a technique put parts in the place of parameters, and the optimizer have those."""
+        """Replace parameters by this rank's parts, in the model and in the optimizer."""
         materialiser.uncut.keep(self._model)
         cuts, new = self._stage.cut(technique, self._axes.new)
         parts = {part: cut.part_of for part, cut in cuts.items() if isinstance(cut, Split)}
@@ -239,7 +239,7 @@ class Builder:
         return seed_of(self._plan.seed, "step", self._progress.steps(), "rank", self._axes.world.mesh.rank)
 
     def _random_numbers(self, techniques: Sequence[Technique]) -> RandomNumbers:
-        """Torch's own streams, or numbers keyed by what they are of."""
+        """Torch's own streams, or numbers keyed by parameter, row and step."""
         axes, plan = self._axes, self._plan
         rows = Rows(axes.world, axes.data_rank, axes.data_ranks, plan.microbatches, self._progress.steps)
         zones = next((each.zones for each in techniques if each.zones is not None), None)
@@ -256,7 +256,7 @@ class Builder:
         return list(found.values())
 
     def _share_memory(self, units: list[Unit]) -> None:
-        """Where the plan lets them and the machine can, let the ranks share memory."""
+        """Map shared memory for the ranks, where plan and machine allow it."""
         plan, mesh = self._plan, self._comm.mesh
         several = [axis for axis in self._slicing if max(map(len, axis.groups)) > 1]
         if plan.transport == "network" or plan.streams or not several or plan.offloading.parameters:

@@ -71,7 +71,7 @@ class Engine:
             taken.
         optimizer: a `torch.optim` optimizer over the model's parameters, or a function of the parameters that makes
             one, such as `partial(torch.optim.AdamW, lr=3e-4)`. One that needs whole tensors has an owner for each.
-        plan: what each rank keeps, precision, accumulation.
+        plan: states of each rank, precision, accumulation.
         mesh: this process's place; by default from torchrun's environment.
         loss: for `train_step`, a function of (model output, microbatch) to the mean loss, or to (sum, count) or (sum,
             count, penalty) as `backward` takes them; by default the output itself or its `.loss`.
@@ -79,10 +79,10 @@ class Engine:
         example: for pipelines, one microbatch, on which the model is cut into stages.
 
     Raises:
-        PlanError, ModelError, OptimizerError, BudgetExceeded: what does not fit together.
+        PlanError, ModelError, OptimizerError, BudgetExceeded: arguments do not fit together, or into memory.
 
     Attributes:
-        exposed: seconds of the last step in which this rank stood still for what is offloaded, by cause.
+        exposed: seconds of the last step in which this rank waited for offloaded tensors, by cause.
     """
 
     @raises_budget_exceeded
@@ -250,7 +250,7 @@ class Engine:
 
     @raises_budget_exceeded
     def step(self) -> StepResult:
-        """Update the weights with what the backwards since the last step added up; a collective call.
+        """Update the weights with the gradients of the backwards since the last step; a collective call.
 
         Raises:
             NonFiniteError: gradients are not finite and the plan says `nonfinite="raise"`.
@@ -302,7 +302,7 @@ class Engine:
 
     @raises_budget_exceeded
     def flush(self) -> None:
-        """Finish what is in flight: microbatches of a schedule without flushes, offloaded updates; a collective call.
+        """Finish microbatches of a schedule without flushes, and offloaded updates; a collective call.
 
         Evaluating, saving and taking the model out do it by themselves.
         """
@@ -313,7 +313,7 @@ class Engine:
     def gathered(self, writer: int | None = None) -> AbstractContextManager[None]:
         """Gathered parameters on every rank inside, also under stage 3; a collective call.
 
-        What is written to parameters inside stays, slices and fp32 masters included. A parameter that is split inside
+        Writes to parameters inside stay, in slices and fp32 masters too. A parameter that is split inside
         of its layer (tensor parallelism) is this rank's part there, as it is in the forward; `state_dict()` has the
         whole.
 
@@ -327,7 +327,9 @@ class Engine:
         if self._forward.writes.allowed and writer is None:
             return nullcontext()  # inside of another such context, which takes everything over
         if self._forward.writes.allowed:
-            raise PlanError(f"gathered(writer={writer}) stands inside of another; give the outer one the writer.")
+            raise PlanError(
+                f"gathered(writer={writer}) is nested in another gathered(); pass writer= to the outer one."
+            )
         if self._gatherer.gathers and self._forward.running:
             raise PlanError(
                 "engine.gathered() was entered inside of the model's forward or backward, where units come and go "
@@ -363,7 +365,7 @@ class Engine:
         next step, unless `saving.wait()` raised it before.
 
         Args:
-            extra: what else the run needs to go on, as plain values; `load` returns it.
+            extra: other state of the run, as plain values; `load` returns it.
             keep: how many checkpoints named like `step-00000100` stay in the folder, this one included; all by default.
             wait: return when it is on the disk, and keep no copy.
 
@@ -388,7 +390,7 @@ class Engine:
 
     @raises_budget_exceeded
     def load(self, path: str | Path) -> dict[str, Any]:
-        """Go on from a checkpoint folder: what any plan saved, any plan loads; a collective call.
+        """Go on from a checkpoint folder, written under any plan; a collective call.
 
         At the same number of ranks and under the same plan the run goes on bit for bit. Returns the `extra` of `save`.
         After an error the weights may be partly those of the checkpoint: load another one before going on.
@@ -464,7 +466,7 @@ class Engine:
         return self.train(False)
 
     def check_replicas(self) -> None:
-        """Compare what several ranks hold of the same weights and states; a collective call.
+        """Compare copies of weights and states that several ranks hold; a collective call.
 
         Raises:
             DivergenceError: they differ, with the parameters and the ranks.
@@ -518,7 +520,7 @@ class Engine:
 
     @property
     def activation_decisions(self) -> list[dict[str, Any]]:
-        """What `recompute="auto"` does with each block of this rank, predicted beside measured."""
+        """Decisions of `recompute="auto"` on each block of this rank, predicted beside measured."""
         return getattr(self._recomputation, "decisions", [])
 
     @property
@@ -538,7 +540,7 @@ class Engine:
 
     @property
     def owners(self) -> str:
-        """What owners of whole parameters do and cost, in sentences; empty where slices are even."""
+        """Work and cost of the owners of whole parameters, in sentences; empty where slices are even."""
         return self._assembly.optimizer.owners.summary
 
     @property
@@ -612,7 +614,7 @@ class Engine:
 
     @property
     def reports(self) -> bool:
-        """Whether this is the one rank that is to speak for all: it knows the loss."""
+        """True on the one rank that logs for the job; it has the loss."""
         place = self._stage.mesh if self.plan.streams else self.mesh
         return self.knows_loss and place.rank == 0
 
@@ -691,7 +693,7 @@ class Engine:
         return Loss.of(self._loss(call_with(self.model, batch), batch))
 
     def _conclude(self, verdict: Verdict | None, loss: torch.Tensor | None) -> StepResult:
-        """Count a step and what it sent."""
+        """Count a step and its traffic."""
         self.steps += 1
         if self.mesh.heartbeat is not None:
             self.mesh.heartbeat.step(self.steps)

@@ -46,7 +46,7 @@ class Forward:
 
     Attributes:
         writes: watches the parameters.
-        saver: keeps what autograd saves.
+        saver: stores tensors that autograd saves.
     """
 
     def __init__(self, model: nn.Module, assembly: Assembly, backward: Backward, ledger: Ledger) -> None:

@@ -104,7 +104,7 @@ class State:
                 f"{path} is whole, but what it says does not fit this engine ({error!r}). Load it with the zeroshard, "
                 f"model and optimizer that wrote it, or use another checkpoint."
             )
-        self._refuse_together(problem)
+        self._refuse_on_all_ranks(problem)
         self._publish()
         self._optimizer.account()
         return facts
@@ -144,7 +144,7 @@ class State:
         return given.keys
 
     def _take_weights(self, opened: Callable[[], WeightFiles | GivenWeights]) -> None:
-        """Take weights and buffers from what is opened, and raise on all ranks what one of them met."""
+        """Take weights and buffers from opened files or tensors; an error of one rank is raised on all."""
         problem: CheckpointError | None = None
         try:
             source = opened()
@@ -156,10 +156,10 @@ class State:
                     buffer.copy_(source.whole(f"buffer:{name}").view(buffer.shape))
         except CheckpointError as error:
             problem = error
-        self._refuse_together(problem)
+        self._refuse_on_all_ranks(problem)
         self._publish()
 
-    def _refuse_together(self, problem: CheckpointError | None) -> None:
+    def _refuse_on_all_ranks(self, problem: CheckpointError | None) -> None:
         """Raise on all ranks the error that one of them met."""
         word = [type(problem) is DamagedError, str(problem)] if problem else None
         problems = [found for found in self._world.agree_on(word, "what was read") if found]
@@ -220,7 +220,7 @@ class State:
         }
 
     def _read(self, path: Path) -> dict[str, Any]:
-        """Fill what this rank owns; no other rank is needed."""
+        """Fill this rank's slices; no other rank is needed."""
         reader = Reader(path)
         check_facts(path, reader.facts)
         self._check_shapes(reader)
@@ -259,7 +259,7 @@ class State:
         return sum(piece.values.nbytes for piece in self._pieces())
 
     def _pieces(self) -> Iterator[TensorPiece]:
-        """This rank's slice of every tensor, whatever the stage."""
+        """This rank's slice of every tensor, under each stage of ZeRO."""
         for part in (part for part in self._parts.all if part.place.counted):
             with part.updater.at_hand():
                 yield from self._pieces_of(part, part.weights.rank)
@@ -322,7 +322,7 @@ class State:
 
 
 def _merged(everyone: list[dict[str, Any]]) -> dict[str, Any]:
-    """The facts of a checkpoint: rank 0's, with what each rank knows of its own parts."""
+    """The facts of a checkpoint: rank 0's, with those of each rank's own parts."""
     facts = dict(everyone[0])
     facts["optimizer"] = merged_options([rank["optimizer"] for rank in everyone])
     facts["gradient_layouts"] = {label: v for rank in everyone for label, v in rank["gradient_layouts"].items()}

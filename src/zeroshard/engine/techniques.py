@@ -54,11 +54,11 @@ def techniques_of(plan: Plan) -> list[Technique]:
 def step_ends_of(
     model: nn.Module, stage: Stage | WholeModel, comm: Comm, techniques: Sequence[Technique], more: Recomputation | None
 ) -> list[StepEnd]:
-    """What techniques do at the end of each step.
+    """The work of techniques at the end of each step.
 
     Args:
         comm: of the ranks of the stage.
-        more: what recomputes blocks.
+        more: recomputation of blocks.
     """
     mixtures = MixtureSteps(model, comm, stage.is_elsewhere, ranks_together(techniques, comm.mesh.ranks))
     return [*([mixtures] if mixtures.reads else []), *(more.step_ends(comm, stage.world) if more else [])]
@@ -71,7 +71,7 @@ def decision_of(plan: Plan, step_ends: Sequence[StepEnd]) -> Decision:
 
 
 def cut_of(plan: Plan, techniques: Sequence[Technique], ranks: int) -> Cut:
-    """How a plan cuts a model into stages over so many ranks.
+    """The cut of a model into stages over so many ranks.
 
     Raises:
         PlanError: the ranks do not divide.
@@ -87,7 +87,7 @@ class RecomputedParts(NamedTuple):
     """Recomputation under a plan.
 
     Attributes:
-        blocks: recomputes them; None where every block keeps what it saved.
+        blocks: recomputes them; None where blocks keep their saved tensors.
         chunk_inputs: of a pipeline.
     """
 

@@ -4,7 +4,7 @@ A rank's coordinates are its place in the group of each axis. Ranks hold the sam
 stage; they work on the same data if they differ in axes alone that are no data axes (tensor parallelism).
 
 [Note: PTD-P] Pipeline, tensor and data parallelism in one mesh (2104.04473, section 3): stages are the outermost axis,
-tensor ranks neighbours, and data ranks what is left of a stage, cut into copies and slices.
+tensor ranks neighbours, and data ranks the rest of a stage, cut into copies and slices.
 """
 
 import math
@@ -125,7 +125,7 @@ class Axes:
 
     @property
     def digests(self) -> tuple[int, ...]:
-        """Checksums of what this rank gathered and reduced so far, equal on ranks that did the same.
+        """Checksums of this rank's gathers and reductions so far, equal on ranks that did the same.
 
         The first two are of units, over all other axes. One for each of the axes in `new` follows: its ranks call
         layers together, whose branches may be others in another of its groups.
@@ -180,7 +180,7 @@ class Axes:
         return [list(group) for group in self._new(ranks)[name].groups]
 
     def _coordinates(self, kind: PlaceKind, ranks: int) -> list[tuple[int, ...]]:
-        """Of each rank of a stage: its places in the axes that tell slices or data of this kind apart."""
+        """Of each rank of a stage: its places in the axes that distinguish slices or data of this kind."""
         new = self._new(ranks)
         dense = [name for name, axis in new.items() if not axis.data and name != kind.axis]
         names = dense if kind.axis is None or kind.partial else [*dense, kind.axis]

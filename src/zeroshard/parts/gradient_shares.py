@@ -1,4 +1,4 @@
-"""A rank's shares of the mean gradients, for one who compares them with those of another run."""
+"""A rank's shares of the mean gradients, for comparison with another run."""
 
 from dataclasses import dataclass
 

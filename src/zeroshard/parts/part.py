@@ -298,11 +298,11 @@ class TracedWork(Protocol):
         """Copies since the last call, and the seconds for which the main thread stood still, by cause."""
 
     def traced(self, spans: list[TaskSpan]) -> AbstractContextManager[None]:
-        """Add to `spans` when what is inside runs."""
+        """Add the times of work inside to `spans`."""
 
 
 class Nothing:
-    """Nothing runs beside the main thread, and there is no clock."""
+    """No work runs beside the main thread, and there is no clock."""
 
     def note(self, label: str, start: float) -> None:
         """There is no trace."""
@@ -393,7 +393,7 @@ class Parts:
 
     Attributes:
         arena: scratch on the device, which ranks that share memory can read.
-        messages: scratch for what is sent to other ranks; the same arena where no memory is shared.
+        messages: scratch for messages to other ranks; the same arena where no memory is shared.
         gatherer: brings units that are sliced.
         random_numbers: that modules draw in training.
     """

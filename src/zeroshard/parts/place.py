@@ -1,4 +1,4 @@
-"""Where a flat lies among the ranks: named axes of the mesh, and what each of them means for its weights.
+"""Where a flat lies among the ranks: named axes of the mesh, and the meaning of each for its weights.
 
 An axis is a partition of all ranks into groups; it need not be a dimension of a rectangle, since stages may have unlike
 numbers of replicas, and the axes of experts are not those of dense layers.

@@ -18,7 +18,7 @@ def check_choice(name: str, value: Any, allowed: Sequence[Any]) -> None:
 
 
 def check_flag(name: str, value: Any) -> None:
-    """Refuse what is neither True nor False.
+    """Refuse a value other than True and False.
 
     Raises:
         PlanError: naming the setting and the value.
@@ -28,7 +28,7 @@ def check_flag(name: str, value: Any) -> None:
 
 
 def check_number(name: str, value: Any) -> None:
-    """Refuse what is no finite number above 0.
+    """Refuse a value other than a finite number above 0.
 
     Raises:
         PlanError: naming the setting and the value.
@@ -38,7 +38,7 @@ def check_number(name: str, value: Any) -> None:
 
 
 def check_whole(name: str, value: Any, least: int = 1) -> None:
-    """Refuse what is no whole number of `least` or more.
+    """Refuse a value other than a whole number of `least` or more.
 
     Raises:
         PlanError: naming the setting and the value.

@@ -23,9 +23,9 @@ class MemoryRow:
         tier: "device", "host" or "disk".
         planned_bytes: by the paper's formula for Ψ parameters; None where there is none. A fraction where N does not
             divide Ψ.
-        padding_bytes: by the same formula for the padding elements; below the device also what is left of the last page
+        padding_bytes: by the same formula for the padding elements; below the device also the rest of the last page
             of each piece.
-        measured_bytes: what the ledger holds now.
+        measured_bytes: on the ledger now.
         peak_bytes: the most it held.
     """
 
@@ -150,7 +150,7 @@ def traffic_table(
 
     Args:
         work_on: a unit in the step.
-        messages: planned elements of what goes between pipeline stages.
+        messages: planned elements between pipeline stages.
     """
     planned = dict.fromkeys((Purpose.GATHER_PARAMETERS, Purpose.REDUCE_GRADIENTS, Purpose.GATHER_GRADIENTS), 0)
     planned |= messages

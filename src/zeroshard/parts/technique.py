@@ -68,7 +68,7 @@ class Technique(Protocol):
 
 
 class StepEnd(Protocol):
-    """What a technique does when a step is over.
+    """The work of a technique at the end of a step.
 
     Attributes:
         reads: whether the model has layers that are read, on any stage.

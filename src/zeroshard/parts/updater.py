@@ -46,8 +46,8 @@ class Updater(Protocol):
     """Updates this rank's part of one flat.
 
     Attributes:
-        weights: what the model computes with.
-        values: what is updated [S], or [N*S] at stage 0: the parameters themselves, or their fp32 masters.
+        weights: those that the model computes with.
+        values: the updated ones [S], or [N*S] at stage 0: the parameters themselves, or their fp32 masters.
         start: the place of `values` in the flat.
         separate: whether `values` lie apart from the parameters.
     """
@@ -70,7 +70,7 @@ class Updater(Protocol):
 
     @property
     def leaves(self) -> tuple[Arena | None, int]:
-        """What the first `update` leaves on the device beside states.
+        """Tensors that the first `update` leaves on the device beside states.
 
         Returns:
             the arena in which gradients get the dtype of the values, and bytes of scalars of each span.
@@ -94,7 +94,7 @@ class Updater(Protocol):
         """The parameters have moved to another buffer, values included."""
 
     def at_hand(self, writes: bool = False) -> AbstractContextManager[Any]:
-        """Have values and states in memory inside; what is written there is kept if `writes`."""
+        """Values and states are in memory inside; writes there are kept if `writes`."""
 
     def take_over(self) -> None:
         """Set the values to those that the user has written into the parameters."""

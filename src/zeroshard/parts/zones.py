@@ -1,4 +1,4 @@
-"""Zones of activations: what part of an activation a rank has where layers are split, as random numbers see it."""
+"""Zones of activations: the part of an activation on a rank where layers are split, for random numbers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -49,7 +49,7 @@ class DividedActivations:
     features: tuple[Division, ...] = ()
 
     def described(self) -> str:
-        """What a rank has, in words."""
+        """The part on a rank, in words."""
         kinds = {
             "positions": (self.positions,) if self.positions else (),
             "heads": self.heads,

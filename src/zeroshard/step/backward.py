@@ -27,7 +27,7 @@ from zeroshard.step.losses import BY_MEAN, StepLosses
 from zeroshard.zero.grad_attribute import unreadable
 from zeroshard.zero.gradients import BufferedGradients
 
-GRACE = 0.2  # seconds that it is waited for, where this rank's next gather may be what the others wait for
+GRACE = 0.2  # longest wait for a reduction under ZeRO 3: waiting longer could block a gather of others
 
 
 IN_FLIGHT = 1  # reductions under way before the oldest is waited for

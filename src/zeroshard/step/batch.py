@@ -1,4 +1,4 @@
-"""A batch: cut into microbatches, given to a model, and the loss in the output."""
+"""Batches cut into microbatches, and the loss in a model's output."""
 
 from collections.abc import Mapping
 from itertools import pairwise
@@ -51,7 +51,7 @@ def uneven_microbatches(batch: Any, count: int) -> list[tuple[Any, float]]:
 
 
 def even_share(loss: Loss, share: float, batch: Any, count: int) -> Loss:
-    """A mean's part in that of `count` microbatches, which must be even; a sum as it is.
+    """The share of a mean in that of `count` microbatches, which must be even; a sum is unchanged.
 
     Args:
         share: of the batch's rows in the microbatch.

@@ -133,15 +133,15 @@ class Decision:
 
 
 def clipping_factor(limit: float, norm: float) -> float:
-    """What scales gradients of this norm down to the limit."""
+    """The factor that scales gradients of this norm down to the limit."""
     return min(1.0, float(limit) / (norm + CLIP_EPSILON))
 
 
 class Clipping:
-    """What `clip_grad_norm` asked for in this step: each of its calls clips what the ones before left.
+    """Clipping by `clip_grad_norm` in this step: each call clips the result of the calls before.
 
     Attributes:
-        factor: of all gradients at the step; None where nothing was asked for.
+        factor: on all gradients at the step; None without a call.
     """
 
     def __init__(self) -> None:
@@ -224,12 +224,12 @@ class Answer(NamedTuple):
 
 
 def written_flags(gradients: Gradients) -> bytes:
-    """Of the parameters of a flat, whether they got a gradient; those without elements are for other ranks to tell."""
+    """Whether each parameter of a flat got a gradient; other ranks report those without elements here."""
     entries = zip(gradients.flat.index.entries, gradients.written_in_step, strict=True)
     return bytes(written and entry.numel > 0 for entry, written in entries)
 
 
-def check_together(answers: Sequence[Answer], groups: Sequence[Sequence[Sequence[int]]] = ()) -> None:
+def check_same_step(answers: Sequence[Answer], groups: Sequence[Sequence[Sequence[int]]] = ()) -> None:
     """Check that all ranks are at the same step, after the same collectives.
 
     Args:

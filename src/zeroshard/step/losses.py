@@ -32,7 +32,7 @@ from zeroshard.errors import BatchError, NonFiniteError, PlanError
 from zeroshard.step.context import context
 
 BY_MEAN, BY_SUM = 1, 2
-FIRST_COUNT = 1024.0  # of each data rank, as long as no step has told its own
+FIRST_COUNT = 1024.0  # of each data rank, before the first step with counts
 WAY_OUT = "engine.backward(loss_sum, count=n), or a loss function that returns (loss_sum, n)"
 
 
@@ -231,7 +231,7 @@ class StepLosses:
 
 
 def means_alone(run: Callable[[Any], Any], schedule: str) -> Callable[[Any], Any]:
-    """A forward to the loss that refuses one by sum, where stages update before they can know the count.
+    """A forward to the loss that refuses one by sum, where stages update before the count is complete.
 
     Raises:
         PlanError: in the call, the loss is a sum.
@@ -320,7 +320,7 @@ class SameBatches:
         self._shapes, self._sums = 0, dict[torch.device, Tensor]()  # one on each device
 
     def add(self, batch: Any) -> None:
-        """Take in what this rank was given."""
+        """Add a batch of this rank to the checksum."""
         if not self.watched:
             return
         for leaf in tree_leaves(batch):

@@ -33,8 +33,8 @@ from zeroshard.step.decision import (
     Decision,
     OptimizerSettings,
     Verdict,
+    check_same_step,
     check_settings,
-    check_together,
     written_flags,
 )
 from zeroshard.step.losses import Loss, LossReport, SameBatches, StepLosses
@@ -428,7 +428,7 @@ class StepSequence:
         label = f"agreement on step {step}" + (f", {wanted}" if wanted else "")
         frames = self._axes.alike.agree(mine.pack(units), label)
         answers = [Answer.unpack(frame, units, len(mine.digests)) for frame in frames]
-        check_together(answers, self._axes.new_groups)
+        check_same_step(answers, self._axes.new_groups)
         batches.check([answer.digests[-1] for answer in answers], step)
         if len({answer.settings for answer in answers}) > 1:
             check_settings(self._axes.alike, groups)

@@ -1,4 +1,4 @@
-"""Traces: when a rank's actions, copies and jobs ran, and what its memory held meanwhile."""
+"""Traces: when a rank's actions, copies and jobs ran, and its memory meanwhile."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ class Trace:
         for action, start, end in self.actions:
             spent[TIMES[action.kind].replace("_", " ")].append(end - start)
         for task in self.tasks:
-            if task.cause != COMPUTE:  # the actions tell of that
+            if task.cause != COMPUTE:  # among the actions already
                 spent[str(task.cause)].append(task.end - task.start)
         lines = [f"trace of {len(self.actions)} actions and {len(self.tasks)} tasks"]
         width = max(map(len, spent), default=0)
@@ -54,7 +54,7 @@ class Trace:
 def traced(
     interpreter: Interpreter, background: TracedWork, ledger: Ledger | None, profile: Path | None = None
 ) -> Iterator[Trace]:
-    """Keep what an engine does inside; a trace inside of another leaves that one complete.
+    """Record the actions and tasks inside; a trace inside of another leaves that one complete.
 
     Args:
         interpreter: of its actions.

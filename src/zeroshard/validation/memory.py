@@ -65,7 +65,7 @@ def _announce(engine: object, error: BudgetExceeded) -> None:
         announce_over_budget(mesh, error)
 
 
-def raise_together(comm: Comm, check: Callable[[], None]) -> None:
+def raise_on_all_ranks(comm: Comm, check: Callable[[], None]) -> None:
     """Run a check of this rank's memory, and raise on all ranks if one of them has not enough; a collective call.
 
     Raises:
@@ -135,7 +135,7 @@ Groups = dict[nn.Parameter, int]  # the optimizer group of each trained paramete
 
 @dataclass(frozen=True, slots=True)
 class RoomChecks:
-    """Refuses what does not fit.
+    """Refuses states that do not fit.
 
     Attributes:
         mesh: the ranks that slice dense parameters.
@@ -153,15 +153,15 @@ class RoomChecks:
         units: list[Unit],
         groups: Groups,
         itemsize: Callable[[nn.Parameter], int],
-        going: set[int],
-        lower: HostTiers | None,
+        on_host: set[int],
+        tiers: HostTiers | None,
     ) -> None:
-        """Refuse what `budget` and `machine` do, which say what the arguments are."""
+        """Check `budget` and `machine`; their arguments are explained there."""
         self.budget(units, groups, itemsize)
-        self.machine(units, groups, going, lower)
+        self.machine(units, groups, on_host, tiers)
 
     def budget(self, units: list[Unit], groups: Groups, itemsize: Callable[[nn.Parameter], int]) -> None:
-        """Refuse a budget that the weights alone exceed; and tell the ledger the way out of what it refuses later.
+        """Refuse a budget that the weights alone exceed; give the ledger the way out for later refusals.
 
         Args:
             itemsize: bytes of an element of a parameter, as it is computed with.
@@ -189,20 +189,20 @@ class RoomChecks:
                 way_out = self.ledger.way_out(needed, budget)
             raise BudgetExceeded(f"device_memory is {budget:,} bytes, and {what} take {needed:,}.", way_out)
 
-    def machine(self, units: list[Unit], groups: Groups, going: set[int], lower: HostTiers | None) -> None:
+    def machine(self, units: list[Unit], groups: Groups, on_host: set[int], tiers: HostTiers | None) -> None:
         """Refuse states that the machine cannot hold; some kernels would end the process in the first step.
 
         Args:
-            going: the numbers of the units that are updated on the host.
-            lower: the tiers there.
+            on_host: the numbers of the units that are updated on the host.
+            tiers: the tiers there.
 
         Raises:
             BudgetExceeded: with the limit that is met.
         """
-        stay = [unit for unit in units if unit.number not in going]
+        stay = [unit for unit in units if unit.number not in on_host]
         numel = sum(p.numel() for unit in stay for p in unit.parameters.values() if p in groups)
         slices = self.mesh.ranks if self.plan.zero else 1
         check_machine(self.mesh, numel * self.layout.bytes_per_element // slices, "The optimizer's states")
-        if lower is not None:
+        if tiers is not None:
             compute, adds = Precision.named(self.plan.precision).compute, self.plan.microbatches > 1
-            lower.check_room(units, going, compute, self.layout.bytes_per_element, adds)
+            tiers.check_room(units, on_host, compute, self.layout.bytes_per_element, adds)

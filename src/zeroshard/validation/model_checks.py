@@ -29,7 +29,7 @@ WRAPPERS = {  # classes that make their own gradients or slices, and the way to 
 
 
 class Running(Protocol):
-    """The passes of the model and the writes into it, as the hooks of the forward know them."""
+    """Passes of the model under way, and writes into its parameters."""
 
     writes: Writes
 

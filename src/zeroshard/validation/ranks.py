@@ -105,7 +105,7 @@ def _needed(sizes: Mapping[str, int]) -> int:
 
 
 def _ways(sizes: Mapping[str, int], ranks: int) -> Iterator[str]:
-    """What else would fit so many ranks: one setting changed, or all of them left out."""
+    """Settings that fit so many ranks: one changed, or all of them left out."""
     given = [name for name, size in sizes.items() if size > 1]
     found = 0
     for name in given:

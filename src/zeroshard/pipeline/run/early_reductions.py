@@ -72,7 +72,7 @@ class EarlyReductions:
 
 
 class _Passed:
-    """Called with the gradient of what entered a layer."""
+    """A hook on the activation that enters a layer, called with its gradient."""
 
     __slots__ = ("early", "first")
 

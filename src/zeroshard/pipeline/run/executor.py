@@ -35,7 +35,7 @@ Key = tuple[int, int]  # chunk, microbatch
 
 @dataclass(slots=True)
 class Microbatch:
-    """One microbatch: what the model takes, the share of its loss in the update's, its rows, and its shapes."""
+    """One microbatch: the model's batch, the share of its loss in the update's, its rows, and its shapes."""
 
     batch: Any
     weight: float
@@ -181,13 +181,13 @@ class Executor:
         return flight
 
     def _put_aside(self, flight: _Flight) -> None:
-        """Keep what entered a chunk that is computed again where the plan says, not in the buffer of its message."""
+        """Keep the input of a recomputed chunk where the plan says, not in the buffer of its message."""
         if self._keeps is not None and flight.hidden is not None:
             flight.kept, flight.hidden = self._keeps(flight.hidden), None
             self._release(flight)
 
     def _compute_once(self, action: Action, flight: _Flight) -> tuple[Any, Bypass]:
-        """A forward whose graph is kept; the graph alone holds what entered, if that is not to stay in its buffer."""
+        """A forward whose graph is kept; the graph alone holds its input, unless it stays in its buffer."""
         if self._keeps is None or flight.hidden is None:
             return self._compute(action, flight)
         arrived, flight.back = flight.hidden.detach(), []
@@ -214,7 +214,7 @@ class Executor:
         self.tied.end((chunk, j))
 
     def _compute(self, action: Action, flight: _Flight) -> tuple[Any, Bypass]:
-        """The chunk's own forward, and the values beside what leaves it."""
+        """The chunk's own forward: its output, and the values beside it."""
         chunk, j = action.chunk, _number(action)
         stage = self._stage
         forward = partial(self._run, self._parts[j].batch)
@@ -228,7 +228,7 @@ class Executor:
             return output if self._is_last(chunk) else widened(output, self._shape(last, j)[1]), bypass
 
     def _deferring(self, flight: _Flight) -> AbstractContextManager[None]:
-        """Leave weight gradients to a microbatch's store, in its forward and in what its backward computes again."""
+        """Leave weight gradients to a microbatch's store, in its forward and its recomputation."""
         deferral = self._stage.deferral
         return nullcontext() if deferral is None else deferral.into(flight.store)
 
@@ -241,7 +241,7 @@ class Executor:
             self.messages.beside.keep(chunk, j, self._entering(layer, j).beside, bypass)
 
     def _keep(self, action: Action, flight: _Flight, output: Any) -> None:
-        """Keep the root of the graph for the backward, not what it holds."""
+        """Keep the root of the graph for the backward, not its output."""
         if self._is_last(action.chunk):
             flight.loss = output.weighted(self._parts[_number(action)].weight)
         elif output.requires_grad:
@@ -366,7 +366,7 @@ class Executor:
 
 
 class _Entrance(torch.autograd.Function):
-    """What enters a chunk, copied into a graph that holds no more of it than its operations save: a leaf would stay."""
+    """The input of a chunk, copied into a graph that holds only tensors saved by operations: a leaf would stay."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, hidden: Tensor) -> Tensor:
