@@ -15,7 +15,7 @@ from zeroshard.autograd.gradient_slot import RowGradient, slot_of
 
 
 def make_rows_alone(model: nn.Module) -> None:
-    """Let the embeddings of a model make the rows of their gradients that are not zero, where an engine lends slots."""
+    """Make gradients of a model's embeddings by the rows that are not zero, where an engine lends slots."""
     for module in model.modules():
         known = isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward
         if known and _derive not in module._forward_hooks.values():

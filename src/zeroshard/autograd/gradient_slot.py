@@ -59,7 +59,7 @@ _slots: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of parameters; an attribu
 
 
 def offer_slot(parameter: Tensor, slot: GradientSlot) -> None:
-    """Let functions that use this parameter find its slot."""
+    """Register the slot of a parameter, for functions that use it."""
     _slots[parameter] = slot
 
 

@@ -95,7 +95,7 @@ class Forward:
         """
         if not self._open:
             if torch._C._current_graph_task_id() != -1:
-                self._backward.begin()  # something is recomputed before any other hook heard of this backward
+                self._backward.begin()  # a recomputation comes before any other hook of this backward
             elif not self._gatherer.all_gathered:
                 raise PlanError(
                     f"A module with parameters of unit '{self._parts.units[unit].label}' was called outside of the "
@@ -312,7 +312,7 @@ class _Watch:
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any = None) -> Any:
         """Free it after its forward, and gather it again when the first gradient of its outputs is there.
 
-        What it only hands on (T5's relative positions) gets its gradient when the unit's backward is over.
+        Arguments that it returns as they are (T5's relative positions) get their gradient after the unit's backward.
         """
         if transforming():
             return None

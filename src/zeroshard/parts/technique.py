@@ -50,7 +50,8 @@ class Technique(Protocol):
 
         Parameters are the same on all ranks before, or on the meta device; then so are their parts, in the shape
         `Split.part_shape`. Modules are initialised later, as they were before this call: their attributes may change
-        here, and so may their classes' objects, but not the names of parameters.
+        here, and so may their classes' objects, but not the names of parameters. Other forwards are layers
+        (`units.forwards.insert`), inside of the gates of a pipeline.
 
         Returns:
             each new parameter, with its place in the tensor that it is of; and parameters that stay whole, each rank of

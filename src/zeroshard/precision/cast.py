@@ -42,7 +42,7 @@ class Precision:
 
 
 def keep_in_fp32(model: nn.Module, wanted: Sequence[str], precision: Precision) -> set[nn.Parameter]:
-    """Let modules compute in fp32, with casts of their inputs and outputs: those named, and those that say so.
+    """Make modules compute in fp32, with casts of inputs and outputs: those named, and those with the attribute `FP32`.
 
     So does a layer that shares a parameter with one of them, such as an output layer tied to an embedding.
 

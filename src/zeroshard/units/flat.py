@@ -213,13 +213,13 @@ class Flat:
             self._show(present)
 
     def attach(self) -> None:
-        """Let every parameter view the buffer, which holds its values."""
+        """Point every parameter at the buffer, which holds its values."""
         self._show(present=True)
         self._put(self.views)
         self.replaced.clear()
 
     def detach(self) -> None:
-        """Let the parameters view one NaN, expanded to their shapes, instead of the buffer."""
+        """Point the parameters at one NaN, expanded to their shapes, instead of the buffer."""
         if not self._nowhere:
             self._nowhere = [self._absent.expand(entry.shape) for entry in self.index.entries]
         self._put(self._nowhere)
@@ -266,7 +266,7 @@ class Flat:
         self._past_edits += 1
 
     def restore(self, number: int) -> None:
-        """Let a parameter view the buffer again, with the buffer's values."""
+        """Point a parameter at the buffer again, with the buffer's values."""
         set_values(self.parameters[number], self.views[number])
         self.replaced.discard(number)
 

@@ -66,7 +66,7 @@ class GradientHooks:
         self._hooks = [(p._backward_hooks, tuple(p._backward_hooks or ())) for p in parameters]
 
     def put_on(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Let as many others have them, in the same order."""
+        """Put them on as many others, in the same order."""
         for parameter, (hooks, keys) in zip(parameters, self._hooks, strict=True):
             for key in keys:
                 parameter.register_hook(partial(_call, hooks, key))

@@ -192,14 +192,14 @@ class Uncut:
         return self._before.get(module, module)
 
     def enter(self, module: nn.Module) -> None:
-        """Let a module be as it was before the cut, until `leave`."""
+        """Put a module back as it was before the cut, until `leave`."""
         if module in self._states:
             state = self._states.pop(module)
             self._entered[module] = _state(module), dict(state["_parameters"])
             _set_state(module, state)
 
     def leave(self, real: dict[nn.Parameter, nn.Parameter]) -> None:
-        """Let all modules be as they are after the cut, with values.
+        """Put all modules back as they are after the cut, with values.
 
         Args:
             real: by parameter on the meta device, the one that takes its place; parts take that of whole ones.
@@ -224,7 +224,7 @@ class Uncut:
 
 
 def take_from_rank_0(model: nn.Module, world: Comm) -> None:
-    """Let all ranks have rank 0's values of the parameters that are not on the meta device; a collective call.
+    """Broadcast rank 0's values of the parameters that are not on the meta device; a collective call.
 
     Values that are not on this rank's device go over it one block at a time.
     """
