@@ -37,8 +37,8 @@ from zeroshard.parts.technique import StepEnd
 from zeroshard.recompute.arena import ArenaUse
 from zeroshard.recompute.context import RecomputeContext
 from zeroshard.recompute.segments import BlockSegment, Call, Region, SavedSlot, read
-from zeroshard.replay.generators import ModelDraws, ReachedGenerators, Source, held_by, sources_among
-from zeroshard.replay.replay import Replay
+from zeroshard.replay.generators import ReachedGenerators, Source, held_by, sources_among
+from zeroshard.replay.replay import ModelDraws, Replay
 from zeroshard.saved.kept import CHECKPOINTS, is_compiled, recomputed_by_others
 from zeroshard.step.context import Within
 from zeroshard.units.forwards import insert, inside

@@ -31,8 +31,7 @@ from zeroshard.platform import ranges
 from zeroshard.platform.accelerator import is_accelerator
 from zeroshard.recompute.arena import CheckpointArena, PlacedCheckpoint
 from zeroshard.recompute.context import RecomputeContext
-from zeroshard.replay.replay import Replay
-from zeroshard.replay.samples import OTHER_VALUES, ForwardSamples, agrees
+from zeroshard.replay.replay import OTHER_VALUES, ForwardSamples, Replay, agrees
 from zeroshard.saved.kept import Kept
 from zeroshard.step.context import Within
 from zeroshard.units.hooks import place_of

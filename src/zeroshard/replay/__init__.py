@@ -1,4 +1,4 @@
-"""Replay: a second run of a module's forward, with the random numbers and attributes of the first.
+"""Replay: a second run of a module's forward, with the random numbers, buffers and attributes of the first.
 
-Read `replay`, then `generators` (random state).
+Read `replay`, then `generators` (generators of random numbers that a module can reach).
 """

@@ -1,29 +1,28 @@
-"""Random number generators beside torch's default ones: Python's, numpy's, and those that modules hold or reach.
+"""Generators of random numbers beside torch's default ones: Python's, numpy's, and those that modules hold or reach.
 
 Reading the state of Python's and numpy's takes some 0.1 ms, so it is done where a forward may draw from them.
+
+[Note: reached generators] The functions of a module are followed, with those that they call: globals, enclosed
+variables, defaults, attributes of classes, and of objects and containers found on the way. A generator that is reached
+in another way is not found, and shows where a recomputation has other values (`replay`, [Note: other values]).
 """
 
 import random
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
-
-from zeroshard.replay.reachable import generators_reached
+from torch import Tensor, nn
 
 LOOKS = 3  # forwards
 Source = tuple[Callable[[], Any], Callable[[Any], Any]]  # reads a state, writes one
-
-MISSED = (
-    "The model drew random numbers from Python's or numpy's generators in a forward for the first time, and not in its "
-    "first one. If a block that is computed again drew them, its backward is refused this time; later forwards replay "
-    "them. Draw them in the first forward too, use torch's random numbers, or set recompute='off'."
-)
+KINDS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
+LEAVES = (str, bytes, int, float, complex, Tensor, torch.dtype, torch.device, CodeType, type(None))
+LIBRARIES = frozenset({"torch", "numpy", "random", "zeroshard", "builtins", "typing", "collections", "functools"})
+MOST = 20_000  # values that are looked at
 PYTHON_AND_NUMPY: Sequence[Source] = (
     (random.getstate, random.setstate),
     (partial(np.random.get_state, legacy=False), np.random.set_state),
@@ -48,88 +47,90 @@ class ReachedGenerators:
     Args:
         modules: all, down to the innermost.
         roots: where the search begins: the modules, and functions that stand for their forwards.
+
+    Attributes:
+        looks: forwards before which they are still to be looked for.
+        found: those that a forward may draw from.
     """
 
     def __init__(self, modules: Iterable[nn.Module], roots: Iterable[Any] = ()) -> None:
         self._modules = list(modules)
         self._roots = [*self._modules, *roots]
-        self._looked = 0
-        self._found: list[Source] = []
+        self.looks, self.found = LOOKS, list[Source]()
 
-    def look(self) -> Sequence[Source]:
-        """Those that a forward, which is about to begin, may draw from."""
-        if self._looked < LOOKS:
-            self._looked += 1
-            held = {id(value) for module in self._modules for value in vars(module).values()}
-            self._found = sources_among(each for each in generators_reached(self._roots) if id(each) not in held)
-        return self._found
+    def look(self) -> None:
+        """Look for those that a forward, which is about to begin, may draw from."""
+        self.looks -= 1
+        held = {id(value) for module in self._modules for value in vars(module).values()}
+        self.found = sources_among(each for each in generators_reached(self._roots) if id(each) not in held)
 
 
-class GeneratorStates:
-    """The states of generators when this is made, before a forward; `end` is called after it.
+def generators_reached(roots: Iterable[Any]) -> list[Any]:
+    """All that are reached from modules and functions, each once."""
+    found: dict[int, Any] = {}
+    seen: dict[int, Any] = {}  # kept alive, so that no new value gets the id of an old one
+    pending: list[Any] = list(roots)
+    while pending and len(seen) < MOST:
+        value = pending.pop()
+        if isinstance(value, LEAVES) or id(value) in seen:
+            continue
+        seen[id(value)] = value
+        if isinstance(value, KINDS):
+            found[id(value)] = value
+        else:
+            pending += _followed(value)
+    return list(found.values())
 
-    Attributes:
-        drew: after `end`, whether any generator has another state then.
-    """
 
-    def __init__(self, sources: Iterable[Source]) -> None:
-        self._before = [(source, source[0]()) for source in sources]
-        self.drew = False
+def _followed(value: Any) -> Iterator[Any]:
+    """What can be reached from a value in one step."""
+    if isinstance(value, FunctionType):
+        if not _in_library(value):
+            yield from _of_function(value)
+    elif isinstance(value, MethodType):
+        yield from (value.__func__, value.__self__)
+    elif isinstance(value, partial):
+        yield from (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, (staticmethod, classmethod)):
+        yield value.__func__
+    elif isinstance(value, property):
+        yield from (value.fget, value.fset)
+    elif isinstance(value, dict):
+        yield from list(dict.values(value))  # and not a method of its own, which may load things
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        yield from list(value)
+    elif isinstance(value, type):
+        if not _in_library(value):
+            yield from (member for kind in value.__mro__ if not _in_library(kind) for member in vars(kind).values())
+    elif isinstance(value, nn.Module) or not (isinstance(value, ModuleType) or _in_library(value)):
+        yield type(value)
+        yield from list(getattr(value, "__dict__", {}).values())
 
-    def end(self) -> None:
-        """Keep the states of those that the forward drew from, and no others."""
-        self._before = [(source, state) for source, state in self._before if not _same(state, source[0]())]
-        self.drew = bool(self._before)
 
-    def put_back(self) -> None:
-        """Have the generators draw what they drew since."""
-        for (_, write), state in self._before:
-            write(state)
-
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        """Have the generators draw the same inside; afterwards they are as they are now."""
-        now = [(write, read()) for (read, write), _ in self._before]
-        self.put_back()
+def _of_function(function: FunctionType) -> Iterator[Any]:
+    names, codes = set[str](), [function.__code__]
+    while codes:
+        code = codes.pop()
+        names.update(code.co_names)
+        codes += [each for each in code.co_consts if isinstance(each, CodeType)]
+    for name in names:
+        value = function.__globals__.get(name)
+        if isinstance(value, ModuleType):
+            if value.__name__.partition(".")[0] not in LIBRARIES:
+                yield from (vars(value)[each] for each in names if each in vars(value))
+        else:
+            yield value
+    for cell in function.__closure__ or ():
         try:
-            yield
-        finally:
-            for write, state in now:
-                write(state)
+            yield cell.cell_contents
+        except ValueError:  # nothing is in it yet
+            continue
+    yield from function.__defaults__ or ()
+    yield from (function.__kwdefaults__ or {}).values()
 
 
-class ModelDraws:
-    """Which generators blocks of a model may draw from, as far as that is known.
-
-    Args:
-        reached: by the blocks' code.
-    """
-
-    def __init__(self, reached: ReachedGenerators) -> None:
-        self._reached = reached
-        self._more: Sequence[Source] = ()
-        self._known, self._missed = False, False
-        self._states = GeneratorStates(())
-
-    def begin(self, trains: bool) -> None:
-        """A forward begins."""
-        self._missed = False
-        self._more = self._reached.look() if trains else ()
-        self._states = GeneratorStates(PYTHON_AND_NUMPY if trains and not self._known else ())
-
-    def sources(self, may_draw: bool) -> Sequence[Source]:
-        """Those that the blocks reach; with Python's and numpy's for one that `may_draw`, or if the model draws."""
-        watched = may_draw or self._known
-        self._missed = self._missed or not watched
-        return (*PYTHON_AND_NUMPY, *self._more) if watched else self._more
-
-    def end(self) -> None:
-        """It ends; warns if it drew numbers that may be missed."""
-        self._states.end()
-        if self._states.drew:
-            self._known = True
-            if self._missed:
-                warnings.warn(MISSED, stacklevel=5)
+def _in_library(value: Any) -> bool:
+    return (getattr(value, "__module__", None) or "builtins").partition(".")[0] in LIBRARIES
 
 
 def _source_of(value: Any) -> Source | None:
@@ -143,13 +144,3 @@ def _source_of(value: Any) -> Source | None:
         bits = value.bit_generator
         return partial(getattr, bits, "state"), partial(setattr, bits, "state")
     return None
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, np.ndarray):
-        return np.array_equal(one, other)
-    if isinstance(one, dict):
-        return all(_same(value, other[name]) for name, value in one.items())
-    return bool(one == other)

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from zeroshard.errors import BudgetExceeded
 from zeroshard.memory.ledger import MODEL_STATES, Category, Ledger
 from zeroshard.platform import accelerator
-from zeroshard.replay.generators import PYTHON_AND_NUMPY, GeneratorStates
+from zeroshard.replay.generators import PYTHON_AND_NUMPY
+from zeroshard.replay.replay import GeneratorStates
 
 
 class FirstStep:
