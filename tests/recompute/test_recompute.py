@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 import zeroshard as zs
 from zeroshard.errors import PlanError
 from zeroshard.memory.ledger import Category
-from zeroshard.recompute.kinds import by_square_root
 from zeroshard.recompute.policy import Activations
+from zeroshard.recompute.recomputation import by_square_root
 from zeroshard.traffic import Purpose
 
 POLICIES = ("blocks", "sqrt", "selective")

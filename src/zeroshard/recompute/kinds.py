@@ -1,9 +1,7 @@
 """The kinds of recomputation, by the name in a plan."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from math import sqrt
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -18,7 +16,7 @@ from zeroshard.recompute.auto.stored import choices_of
 from zeroshard.recompute.context import RecomputeContext
 from zeroshard.recompute.operations import operations_of
 from zeroshard.recompute.policy import LOSSY, Activations
-from zeroshard.recompute.recomputation import Recomputation
+from zeroshard.recompute.recomputation import LENGTHS, Recomputation, no_operations
 from zeroshard.recompute.segments import Hooks, keep_input
 
 
@@ -56,7 +54,7 @@ def recomputation_of(
     context.exact = not any(name in LOSSY for name in policy.compress)
     if policy.recompute == "auto":
         return _auto_of(policy, model, blocks, context, inputs)
-    operations = operations_of(policy.operations) if policy.recompute == "selective" else _no_operations
+    operations = operations_of(policy.operations) if policy.recompute == "selective" else no_operations
     lengths, last = LENGTHS[policy.recompute], inputs.staged or policy.recompute != "sqrt"
     sums = policy.save_sums and not policy.partition  # which are as large as the inputs
     return Recomputation(model, blocks, lengths, context, operations, sums, last)
@@ -99,26 +97,3 @@ def _auto_of(
     budget = ActivationBudget(context.ledger, planned, first, scratch, not inputs.shares_experts, together)
     rules = Rules(parts.gatherer.passes or together, choices_of(context.saver))
     return AutoRecomputation(model, blocks, context, budget, rules, policy.save_sums)
-
-
-def one_by_one(blocks: int) -> list[int]:
-    """Segments of one block each."""
-    return [1] * blocks
-
-
-def by_square_root(blocks: int) -> list[int]:
-    """The lengths of about √l segments of l blocks, which differ by one at most (1604.06174, section 3)."""
-    segments = max(1, round(sqrt(blocks)))
-    return [blocks * (n + 1) // segments - blocks * n // segments for n in range(segments)]
-
-
-LENGTHS: Mapping[str, Callable[[int], list[int]]] = {
-    "schedule": one_by_one,
-    "blocks": one_by_one,
-    "selective": one_by_one,
-    "sqrt": by_square_root,
-}
-
-
-def _no_operations(region: Any) -> None:
-    return None

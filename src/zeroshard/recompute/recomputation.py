@@ -20,9 +20,10 @@ blocks, of which it would spare little and add to the logits.
 
 import copy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from itertools import accumulate
+from math import sqrt
 from types import FrameType
 from typing import Any
 
@@ -37,7 +38,7 @@ from zeroshard.parts.technique import StepEnd
 from zeroshard.recompute.arena import ArenaUse
 from zeroshard.recompute.context import RecomputeContext
 from zeroshard.recompute.segments import BlockSegment, Call, Region, SavedSlot, read
-from zeroshard.replay.generators import ReachedGenerators, Source, held_by, sources_among
+from zeroshard.replay.generators import KINDS, ReachedGenerators, Source, held_by, sources_among
 from zeroshard.replay.replay import ModelDraws, Replay
 from zeroshard.saved.kept import CHECKPOINTS, is_compiled, recomputed_by_others
 from zeroshard.step.context import Within
@@ -107,13 +108,12 @@ class Recomputation:
         if segment is None:
             return self._keep_all(call, args, kwargs)
         sources = self._draws.sources(block.draws or not block.known)
-        given = sources_among((*args, *kwargs.values()))
+        given = [value for value in (*args, *kwargs.values()) if isinstance(value, KINDS)]
         if not block.known:
             block.held = held_by(block.modules)
-        often = segment.often
-        replay = Replay(
-            block.modules, self._context.device, self._context.ledger, often, (*sources, *given, *block.held)
-        )
+        sources = (*sources, *(sources_among(given) if given else ()), *block.held)
+        device, ledger = self._context.device, self._context.ledger
+        replay = Replay(block.modules, device, ledger, segment.often, sources)
         region = segment.begin(call, args, kwargs, replay)
         watch = None if block.known else _FirstForward(segment, self._context, (args, kwargs))
         self._inside = True
@@ -305,3 +305,26 @@ def _is_cache(value: Any) -> bool:
 
 def _itself(forward: Any) -> Any:
     return forward
+
+
+def one_by_one(blocks: int) -> list[int]:
+    """Segments of one block each."""
+    return [1] * blocks
+
+
+def by_square_root(blocks: int) -> list[int]:
+    """The lengths of about √l segments of l blocks, which differ by one at most (1604.06174, section 3)."""
+    segments = max(1, round(sqrt(blocks)))
+    return [blocks * (n + 1) // segments - blocks * n // segments for n in range(segments)]
+
+
+LENGTHS: Mapping[str, Callable[[int], list[int]]] = {
+    "schedule": one_by_one,
+    "blocks": one_by_one,
+    "selective": one_by_one,
+    "sqrt": by_square_root,
+}
+
+
+def no_operations(region: Region) -> None:
+    """No mode: no results of operations are kept."""

@@ -27,7 +27,7 @@ from zeroshard.recompute.auto.meter import BlockMeasures, PassKey, PassMeasures,
 from zeroshard.recompute.auto.remade import Recipe, RemadeCosts
 from zeroshard.recompute.auto.stored import StoredCosts
 from zeroshard.recompute.context import RecomputeContext
-from zeroshard.recompute.recomputation import BlockForward, Recomputation
+from zeroshard.recompute.recomputation import BlockForward, Recomputation, no_operations, one_by_one
 from zeroshard.recompute.segments import BlockSegment, Call, Region
 from zeroshard.units.forwards import layer_of
 
@@ -59,7 +59,7 @@ class AutoRecomputation(Recomputation):
         names = {module: name for name, module in model.named_modules()}
         names = {module: names.get(module, "") for module, _ in blocks}
         self._numbers = {module: number for number, (module, _) in enumerate(blocks)}
-        super().__init__(model, blocks, lambda count: [1] * count, context, lambda region: None, save_sums)
+        super().__init__(model, blocks, one_by_one, context, no_operations, save_sums)
         forwards = ((names[module], layer_of(module, "segment")) for module, _ in blocks)
         self._calls = {name: forward.call for name, forward in forwards if forward is not None}
         self._budget, self._rules = budget, rules
