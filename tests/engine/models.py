@@ -1,9 +1,11 @@
 """Small models in which something is awkward, and a plain single-process loop to compare with."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from plain_loop import PlainRun, plain_loop
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -396,19 +398,7 @@ def batch(step: int, rank: int, ranks: int, rows: int = 8) -> Tensor:
     return tokens.chunk(ranks)[rank]
 
 
-def reference(
-    name: str, optimizer: str, steps: int, clip: float | None = None, rows: int = 8
-) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and final weights of a plain PyTorch loop on global batches of `rows` rows."""
-    model = build(name)
-    opt = OPTIMIZERS[optimizer](p for p in model.parameters() if p.requires_grad)
-    losses = []
-    for step in range(steps):
-        opt.zero_grad()
-        loss = model(batch(step, 0, 1, rows), step)
-        loss.backward()
-        if clip is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-        opt.step()
-        losses.append(loss.item())
-    return losses, {k: v.detach().clone() for k, v in model.state_dict().items()}
+def plain(name: str, optimizer: str, rows: Sequence[int], clip: float | None = None) -> PlainRun:
+    """A plain loop on global batches, one step for each of the numbers of rows."""
+    steps = [[(batch(step, 0, 1, count), step)] for step, count in enumerate(rows)]
+    return plain_loop(build(name), OPTIMIZERS[optimizer], steps, lambda model, part: model(*part), clip)

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from engine.models import OPTIMIZERS, batch, build
+from engine.models import OPTIMIZERS, batch, build, plain
 from inside import all_gathered, chunks_of, free_blocks_of, parts_of, shared_bytes_of
 from offload.offloaded import EXECUTORS, executing, in_memory
-from pipeline.test_pipelines import plain
 from pool import Pool
 from selection import by_default
 from torch import Tensor
@@ -149,12 +148,12 @@ def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
 
 def close(run: list[Any], model: str, clip: float | None) -> None:
     """Raise unless the mean of the ranks' losses, and the weights, are those of a plain loop."""
-    losses, _, weights = plain(model, "adamw", (ROWS,) * STEPS, clip)
+    wanted = plain(model, "adamw", (ROWS,) * STEPS, clip)
     mean = [sum(column) / len(run) for column in zip(*(mine[0] for mine in run), strict=True)]
-    assert mean == pytest.approx(losses, rel=1e-5)
+    assert mean == pytest.approx(wanted.losses, rel=1e-5)
     for _, _, found in run:
-        for name, wanted in weights.items():
-            assert (found[name] - wanted).abs().max() < 1e-5, name
+        for name, value in wanted.weights.items():
+            assert (found[name] - value).abs().max() < 1e-5, name
 
 
 BELOW = ("zb-h1, replicas", "fp16", "uneven, tied", "groups, streamed")

@@ -1,9 +1,11 @@
 """Models that limit their own weights in the forward, against a plain loop."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from plain_loop import PlainRun, follows_plain_loop, plain_loop
 from pool import Pool
 from torch import Tensor, nn
 
@@ -72,16 +74,10 @@ def train(mesh: zs.Mesh, name: str, settings: dict[str, Any]) -> tuple[list[floa
     return losses, engine.state_dict()
 
 
-def plain(name: str) -> tuple[list[float], dict[str, Tensor]]:
+def plain(name: str) -> PlainRun:
     model, batches = model_and_batches(name)
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.5), []
-    for batch in batches:
-        loss = loss_of(model(**batch))
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, model.state_dict()
+    steps = [[batch] for batch in batches]
+    return plain_loop(model, partial(torch.optim.SGD, lr=0.5), steps, lambda model, batch: loss_of(model(**batch)))
 
 
 PLANS: dict[str, dict[str, Any]] = {
@@ -96,15 +92,11 @@ PLANS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_limits_in_the_forward_train_as_a_plain_loop(pool: Pool, plan: str) -> None:
-    losses, state = plain("blocks")
-    ranks = pool.run(train, 2, "blocks", PLANS[plan])
-    assert [sum(each) / 2 for each in zip(*(found for found, _ in ranks), strict=True)] == pytest.approx(losses, 1e-5)
-    for _, found in ranks:
-        assert all(torch.allclose(found[key], value, atol=1e-5) for key, value in state.items())
+    follows_plain_loop(pool.run(train, 2, "blocks", PLANS[plan]), plain("blocks"))
 
 
 @pytest.mark.parametrize("plan", ["stage 1", "stage 3"])
 def test_gemma_3n_trains_as_a_plain_loop(pool: Pool, plan: str) -> None:
-    losses, _ = plain("gemma")
+    losses = plain("gemma").losses
     ranks = pool.run(train, 2, "gemma", PLANS[plan])
     assert [sum(each) / 2 for each in zip(*(found for found, _ in ranks), strict=True)] == pytest.approx(losses, 1e-5)

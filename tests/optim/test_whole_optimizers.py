@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from plain_loop import plain_loop
 from pool import Pool
 from selection import by_default
 from torch import Tensor, nn
@@ -91,15 +92,9 @@ def batches(steps: int) -> list[Batch]:
 
 def plain(name: str, steps: int, clip: float | None = None) -> dict[str, Tensor]:
     """Weights of a plain loop."""
-    chain = model()
-    optimizer = OPTIMIZERS[name](chain.parameters())
-    for number, (x, y) in enumerate(batches(steps)):
-        loss_of(chain(x, number != 1), y).backward()  # type: ignore[no-untyped-call]
-        if clip is not None:
-            nn.utils.clip_grad_norm_(chain.parameters(), clip)
-        optimizer.step()
-        optimizer.zero_grad()
-    return dict(chain.state_dict())
+    parts = [[(x, number != 1, y)] for number, (x, y) in enumerate(batches(steps))]
+    loss = lambda chain, part: loss_of(chain(part[0], part[1]), part[2])  # noqa: E731
+    return plain_loop(model(), OPTIMIZERS[name], parts, loss, clip).weights
 
 
 def take_steps(engine: zs.Engine, mesh: zs.Mesh, steps: range, microbatches: int = 1) -> None:

@@ -8,6 +8,7 @@ has a test that fails then.
 
 import re
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from inside import axes_of, parts_of
+from plain_loop import plain_loop
 from pool import Pool
 from torch import Tensor, nn
 
@@ -145,19 +147,11 @@ def make(mesh: zs.Mesh, plan: Mapping[str, Any], data: bool | None, seed: int = 
 
 
 def plain(data_ranks: int, data: bool, clip: float | None, steps: int = STEPS) -> tuple[dict[str, Tensor], list[float]]:
-    """Weights and gradient norms of a plain loop over the batches of all lanes."""
+    """Weights and gradient norms of a plain loop over the batches of all data ranks."""
     torch.manual_seed(0)
-    model = Toy()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-    norms = []
-    for step in range(steps):
-        optimizer.zero_grad()
-        for data_rank in range(data_ranks):
-            (model(rows(step, data_rank), kind_of(data_rank, data)) / data_ranks).backward()
-        limit = float("inf") if clip is None else clip
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), limit)))
-        optimizer.step()
-    return model.state_dict(), norms
+    parts = [[(rows(step, rank), kind_of(rank, data)) for rank in range(data_ranks)] for step in range(steps)]
+    seen = plain_loop(Toy(), partial(torch.optim.AdamW, lr=0.02), parts, lambda model, part: model(*part), clip)
+    return seen.weights, seen.norms
 
 
 def train(

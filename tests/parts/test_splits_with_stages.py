@@ -15,11 +15,10 @@ from unittest.mock import patch
 import pytest
 import torch
 from engine import models
-from engine.models import OPTIMIZERS, build
+from engine.models import OPTIMIZERS, build, plain
 from inside import axes_of, parts_of
 from parts.split_blocks import POSITIONS, SplitBlocks
 from pipeline.pipelines import data
-from pipeline.test_pipelines import plain
 from pool import Pool
 from selection import by_default
 from torch import Tensor, nn
@@ -92,12 +91,12 @@ def train(mesh: zs.Mesh, name: str, plan: dict[str, Any], kind: str, optimizer: 
 
 def same(seen: list[dict[str, Any]], name: str, optimizer: str = "adamw", clip: float | None = None) -> None:
     """Every rank knows the losses and norms of a plain loop, takes out its weights, and met its formulas."""
-    losses, norms, weights = plain(name, optimizer, (ROWS,) * STEPS, clip)
+    wanted = plain(name, optimizer, (ROWS,) * STEPS, clip)
     for mine in seen:
-        assert mine["losses"] == pytest.approx(losses, rel=1e-5)
-        assert mine["norms"] == pytest.approx(norms, rel=1e-5)
-        assert mine["weights"].keys() == weights.keys()
-        for key, value in weights.items():
+        assert mine["losses"] == pytest.approx(wanted.losses, rel=1e-5)
+        assert mine["norms"] == pytest.approx(wanted.norms, rel=1e-5)
+        assert mine["weights"].keys() == wanted.weights.keys()
+        for key, value in wanted.weights.items():
             torch.testing.assert_close(mine["weights"][key], value, rtol=1e-5, atol=1e-5)
         for table in ("wire", "memory"):
             assert {k: p for k, (p, _) in mine[table].items()} == {k: m for k, (_, m) in mine[table].items()}
@@ -268,7 +267,8 @@ def train_by_sum(mesh: zs.Mesh, plan: dict[str, Any], kind: str, rows: int) -> t
 
 def test_losses_by_sum_count_each_batch_once(wide_pool: Pool) -> None:
     """Seven rows: four and three on the data ranks, in microbatches of unlike sizes."""
-    losses, norms, _ = plain("TiedFive", "adamw", (7,) * STEPS, None)
+    wanted = plain("TiedFive", "adamw", (7,) * STEPS, None)
+    losses, norms = wanted.losses, wanted.norms
     for mine in wide_pool.run(train_by_sum, 8, {"microbatches": 2}, "sequence", 7):
         assert mine[0] == pytest.approx(losses, rel=1e-5)
         assert mine[1] == pytest.approx(norms, rel=1e-5)
@@ -302,7 +302,8 @@ def load(mesh: zs.Mesh, layout: str, folder: str, saved: str) -> tuple[list[floa
 
 @pytest.mark.parametrize("saved", by_default(LAYOUTS, "2x1x2"))
 def test_a_checkpoint_loads_under_any_layout(pool: Pool, wide_pool: Pool, tmp_path: Path, saved: str) -> None:
-    losses, norms, _ = plain("TiedFive", "adamw", (ROWS,) * STEPS, None)
+    wanted = plain("TiedFive", "adamw", (ROWS,) * STEPS, None)
+    losses, norms = wanted.losses, wanted.norms
     of = {ranks: wide_pool if ranks > 4 else pool for ranks, _, _ in LAYOUTS.values()}
     ranks = LAYOUTS[saved][0]
     of[ranks].run(save, ranks, saved, str(tmp_path))

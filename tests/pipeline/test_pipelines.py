@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from engine.models import OPTIMIZERS, batch, build
+from engine import models
+from engine.models import OPTIMIZERS, build
 from pipeline.pipelines import data
+from plain_loop import PlainRun, follows_plain_loop
 from pool import Pool
 from selection import by_default
 from torch import Tensor
@@ -29,21 +31,7 @@ CASES = [
 ]
 LONG = ("1f1b", 3, 1, 5), ("interleaved", 2, 2, 8), ("zb-h1", 2, 1, 8)  # of twenty steps
 
-
-@functools.cache
-def plain(name: str, optimizer: str, rows: tuple[int, ...], clip: float | None = None) -> Any:
-    """Losses, gradient norms and final weights of a plain loop; `rows` of the batch of every step."""
-    model = build(name)
-    opt = OPTIMIZERS[optimizer]([p for p in model.parameters() if p.requires_grad])
-    losses, norms = [], []
-    for step, count in enumerate(rows):
-        opt.zero_grad()
-        loss = model(batch(step, 0, 1, count), step)
-        loss.backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), clip or float("inf")).item())
-        opt.step()
-        losses.append(loss.item())
-    return losses, norms, {k: v.detach().clone() for k, v in model.state_dict().items()}
+plain = functools.cache(models.plain)
 
 
 def train(mesh: zs.Mesh, name: str, plan: dict[str, Any], rows: tuple[int, ...], optimizer: str = "sgd") -> Any:
@@ -69,15 +57,11 @@ def train(mesh: zs.Mesh, name: str, plan: dict[str, Any], rows: tuple[int, ...],
     return losses, norms, engine.state_dict()
 
 
-def close(run: list[Any], expected: Any) -> None:
+def close(run: list[Any], expected: PlainRun) -> None:
     """Every rank knows the losses and norms of the whole, and takes out the whole model."""
-    losses, norms, weights = expected
-    for mine in run:
-        torch.testing.assert_close(torch.tensor(mine[0]), torch.tensor(losses), rtol=1e-5, atol=0)
-        torch.testing.assert_close(torch.tensor(mine[1]), torch.tensor(norms), rtol=1e-4, atol=0)
-        assert mine[2].keys() == weights.keys()
-        for key, value in mine[2].items():
-            torch.testing.assert_close(value, weights[key], rtol=1e-5, atol=1e-5)
+    for losses, norms, weights in run:
+        follows_plain_loop([(losses, weights)], expected)
+        torch.testing.assert_close(torch.tensor(norms), torch.tensor(expected.norms), rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
@@ -189,7 +173,7 @@ def test_awkward_models(pool: Pool, name: str) -> None:
         for (losses, _, weights), (others, _, other_weights) in zip(*runs, strict=True):
             assert losses == others
             assert all(torch.equal(weights[key], other_weights[key]) for key in weights)
-        assert runs[0][0][0] != plain(name, "sgd", rows)[0]  # so there was dropout
+        assert runs[0][0][0] != plain(name, "sgd", rows).losses  # so there was dropout
         return
     close(pool.run(train, 2, name, {"pipeline_parallel": 2, "microbatches": 4}, rows), plain(name, "sgd", rows))
 

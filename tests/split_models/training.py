@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from plain_loop import plain_loop
 from split_models.small_models import VOCABULARY, family
 from torch import Tensor, nn
 
@@ -100,22 +101,10 @@ def loss_of(output: Any) -> Tensor:
 @functools.cache
 def plain(name: str, parts: int, steps: int, positions: int, clip: float | None, make: Make = ADAMW) -> Seen:
     """A loop in one process with the optimizer that is made: the mean over the parts of a step."""
-    model, seen = build(name), Seen()
-    optimizer = make(model.parameters())
-    for step in range(steps):
-        whole = batch(name, step, ROWS * parts, positions)
-        optimizer.zero_grad()
-        total = 0.0
-        for part in range(parts):
-            loss = loss_of(model(**between(whole, part * ROWS, (part + 1) * ROWS))) / parts
-            loss.backward()  # type: ignore[no-untyped-call]
-            total += loss.item()
-        seen.losses.append(total)
-        norm = nn.utils.clip_grad_norm_(model.parameters(), float("inf") if clip is None else clip)
-        seen.norms.append(float(norm))
-        optimizer.step()
-    seen.weights = arrays(model.state_dict())
-    return seen
+    rows = [batch(name, step, ROWS * parts, positions) for step in range(steps)]
+    each = [[between(whole, part * ROWS, (part + 1) * ROWS) for part in range(parts)] for whole in rows]
+    found = plain_loop(build(name), make, each, lambda model, part: loss_of(model(**part)), clip)
+    return Seen(found.losses, found.norms, arrays(found.weights))
 
 
 def arrays(state: dict[str, Any]) -> dict[str, "np.ndarray[Any, Any]"]:
