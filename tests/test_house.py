@@ -263,7 +263,6 @@ def test_few_modules_stand_at_the_top() -> None:
     assert len(top) <= TOP_MODULES, top
 
 
-STAR_TUPLES = 9  # only falls
 VARIADIC = {  # functions of torch and Python that take any number of arguments, which mean the same
     *("add_row", "broadcast_tensors", "chain", "expand", "join", "max", "min", "new_empty", "new_full", "new_ones"),
     *("new_zeros", "pack", "permute", "print", "reshape", "save_for_backward", "sum", "view", "zip"),
@@ -317,10 +316,10 @@ def star_tuples(module: Module, variadic: set[str]) -> Findings:
                 yield from ((name, f"*{each} in {ast.unparse(call)}") for each in taken if each in mixed)
 
 
-def test_few_calls_take_a_mixed_tuple_apart() -> None:
+def test_no_call_takes_a_mixed_tuple_apart() -> None:
     variadic = takes_any_number()
     found = {f"{name}: {what}" for module in house() for name, what in star_tuples(module, variadic)}
-    assert len(found) <= STAR_TUPLES, "\n".join([str(len(found)), *sorted(found)])
+    assert not found, "\n" + "\n".join(sorted(found))
 
 
 def test_star_tuples_are_found() -> None:
@@ -335,7 +334,17 @@ def test_star_tuples_are_found() -> None:
     assert found == ["*touched in g(1, *touched)", "*pair in C.apply(*pair)"]
 
 
-SMALL, SMALL_FILES = 60, 14  # lines; files below them with one importer, which only fall
+SMALL = 60  # lines
+ANSWERS = "what a technique answers to the planner, which its other files do not import"
+SMALL_FILES = {  # short files that one other imports, with the reason
+    "doctor.cpu_load": "processes started by name, without the imports of the search",
+    "precision.choice": ANSWERS,
+    "recompute.choice": ANSWERS,
+    "rng.choice": ANSWERS,
+    "report.traffic_figure": "one figure of the page in each file",
+    "supervisor.scratch": "folders of killed supervisors, apart from the leader's decisions",
+    "zero.residency": "the table of ZeRO's stages, which systems A5 to A7 point at",
+}
 
 
 def lonely(graph: dict[str, set[str]], lines: dict[str, int]) -> dict[str, str]:
@@ -348,11 +357,13 @@ def lonely(graph: dict[str, set[str]], lines: dict[str, int]) -> dict[str, str]:
     return {name: next(iter(importers[name])) for name in short}
 
 
-def test_few_small_files_have_one_importer() -> None:
+def test_small_files_with_one_importer_have_a_reason() -> None:
     packages = {".".join(path.parent.relative_to(SOURCE).parts) for path in SOURCE.rglob("__init__.py")}
     lines = {m.name: len(m.text.splitlines()) for m in house() if m.name not in packages}
     found = lonely(arrows(), lines)
-    assert len(found) <= SMALL_FILES, f"{len(found)}: merge each into its importer, or give it a reason: {found}"
+    new = found.keys() - SMALL_FILES.keys()
+    assert not new, f"merge each into its importer, or give it a reason: { {name: found[name] for name in new} }"
+    assert all(SMALL_FILES.values())
 
 
 def test_small_files_with_one_importer_are_found() -> None:

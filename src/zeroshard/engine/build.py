@@ -336,8 +336,9 @@ class Builder:
         start, stop = index.interval(weights.rank) if self._residency.slice_states else (0, index.padded_numel)
         values = self._load(weights, place, keyed, exact=flat.trainable and (flat.dtype.itemsize < 4 or on_host))
         if not flat.trainable:
-            kept = (weights.own, start) if weights.sliced else (weights.full, 0)
-            return Part(flat, place, splits, weights, None, Untrained(weights, *kept), OneVersion(weights), flat.edits)
+            values, first = (weights.own, start) if weights.sliced else (weights.full, 0)
+            untrained = Untrained(weights, values, first)
+            return Part(flat, place, splits, weights, None, untrained, OneVersion(weights), flat.edits)
         accumulation = self._accumulation()
         spans = partial(spans_of, self._spans, members, splits, self._axes.new, place.slices, flat.label, self._arena)
         if on_host:

@@ -78,8 +78,9 @@ class _Linear:
             output: Tensor = self._plain(x) if biased else F.linear(x, weight)
             return output
         anchor = torch.zeros((), device=x.device, dtype=x.dtype, requires_grad=True)
-        deferred = (weight.detach(), (weight,), store, sums)
-        product: Tensor = _Product.apply(x, bias, anchor, *deferred)  # type: ignore[no-untyped-call]
+        product: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
+            x, bias, anchor, weight.detach(), (weight,), store, sums
+        )
         return product
 
 

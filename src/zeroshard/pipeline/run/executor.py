@@ -83,8 +83,8 @@ class Executor:
     ) -> None:
         self._stage, self._sequence, self._backward, self._keeps = stage, sequence, sequence.backward, inputs.keep
         self._run, self._losses = run, losses
-        around = stage.chain.modules, stage.mesh.device, parts.arena.ledger
-        self._replays = Replays(*around) if recomputes else None
+        replays = Replays(stage.chain.modules, stage.mesh.device, parts.arena.ledger) if recomputes else None
+        self._replays = replays
         self.messages, self.random_numbers = Messages(stage, parts.messages, inputs.scratch), parts.random_numbers
         self.tied = TiedWeights(stage, parts, self.messages)
         self._flights: dict[Key, _Flight] = {}
