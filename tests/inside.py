@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 import zeroshard as zs
+from zeroshard.checkpoint.writer import Savings
 from zeroshard.memory.ledger import Arena
 from zeroshard.optim.slices.spans import SpanOptimizer
 from zeroshard.parts.axes import Axes
@@ -81,3 +82,8 @@ def shared_bytes_of(engine: zs.Engine) -> Tensor:
     shared = axes_of(engine).dense.slices.comm.shared
     assert shared is not None
     return shared.memory._bytes
+
+
+def savings_of(engine: zs.Engine) -> Savings:
+    """The checkpoints that are being written."""
+    return engine._savings

@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from inside import savings_of
 from pool import Pool, WorkerError
 from torch import nn
 
 import zeroshard as zs
-from zeroshard.checkpoint import Reader, saving, write
+from zeroshard.checkpoint import Reader, write, writer
 from zeroshard.engine import state
 from zeroshard.errors import CheckpointError, DamagedError
 
@@ -219,7 +220,9 @@ def engines_in_turn(mesh: zs.Mesh, folder: str) -> tuple[int, list[int], bool]:
         steps = zs.Checkpoints(made(mesh), f"{folder}/run").steps()  # which clears what is half written
         last = made(mesh).save(f"{folder}/last")
         gc.collect()
-        saving._finish(weakref.ref(made(mesh)._savings))  # at the end of a process: of an engine that is gone by then
+        writer._finish(
+            weakref.ref(savings_of(made(mesh)))
+        )  # at the end of a process: of an engine that is gone by then
     return found, steps, last.done
 
 

@@ -11,7 +11,7 @@ from pool import Pool
 
 import zeroshard as zs
 from zeroshard.errors import DivergenceError
-from zeroshard.units import tensors
+from zeroshard.units import flat
 
 NETWORK = {"transport": "network"}
 HALF = {"precision": "bf16"}
@@ -153,7 +153,7 @@ def test_a_rank_alone_has_nothing_to_compare() -> None:
 
 def test_large_flats_are_read_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     values = torch.arange(1000, dtype=torch.float32)
-    whole = tensors.digest_of([values])
-    monkeypatch.setattr(tensors, "CHUNK", 24)
-    assert tensors.digest_of([values]) == tensors.digest_of([values[:7], values[7:]]) == whole
-    assert tensors.digest_of([values.flip(0)]) != whole
+    whole = flat.digest_of([values])
+    monkeypatch.setattr(flat, "CHUNK", 24)
+    assert flat.digest_of([values]) == flat.digest_of([values[:7], values[7:]]) == whole
+    assert flat.digest_of([values.flip(0)]) != whole
