@@ -11,7 +11,7 @@ SHOWN = {"schedule": (), "off": ("no recompute",), "blocks": ("recompute",)}
 
 @dataclass(frozen=True)
 class Recomputing(Choice):
-    """What of the activations a plan has computed again.
+    """Recomputation and compression of activations under a plan.
 
     Attributes:
         recompute: its name in `Activations`.
@@ -24,7 +24,7 @@ class Recomputing(Choice):
     compress: tuple[str, ...] = ()
 
     def describe(self, ranks: int | None) -> Description:
-        """What is recomputed, unless it is as the schedule says, and how activations are compressed."""
+        """The recomputation, unless it is that of the schedule, and the compression."""
         compressed = (f"compressed {'+'.join(self.compress)}",) if self.compress else ()
         return Description(settings=SHOWN.get(self.recompute, (f"recompute {self.recompute}",)) + compressed)
 

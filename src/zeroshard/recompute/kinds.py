@@ -63,7 +63,7 @@ def recomputation_of(
 def keeper_of(
     context: RecomputeContext, hooks: Hooks, offloads: bool
 ) -> Callable[[Tensor], Callable[[], Tensor]] | None:
-    """What keeps the inputs of a pipeline's chunks outside of the buffers of messages, if they do not stay there.
+    """Keeps inputs of a pipeline's chunks outside of the buffers of messages; None if they stay there.
 
     Args:
         hooks: of saved tensors.

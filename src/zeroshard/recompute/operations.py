@@ -48,7 +48,7 @@ Keeps = Callable[[Any], bool]
 
 
 class Treatment(Enum):
-    """What the mode does with an operation: its results are kept, it writes into a tensor, or nothing."""
+    """Treatment of an operation by the mode: results are kept, a tensor is written, or neither."""
 
     KEEP, WRITES, PASS = range(3)
 

@@ -148,11 +148,11 @@ class Recomputation:
 
     @property
     def decisions(self) -> list[dict[str, Any]]:
-        """What is done with each block, where that is decided for each."""
+        """Decisions by block, where each has its own."""
         return []
 
     def step_ends(self, comm: Comm, world: Comm) -> list[StepEnd]:
-        """What it does at the end of each step, with the ranks of a stage and those of all."""
+        """Its parts of the end of a step, with the ranks of a stage and all ranks."""
         return [] if self._context.arena is None else [self._context.arena]
 
     @property
@@ -255,11 +255,11 @@ class _FirstForward:
 
     @property
     def hooks(self) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
-        """What stands around the forward."""
+        """Hooks of saved tensors around the forward."""
         return self._pack, self._unpack
 
     def ended(self) -> bool:
-        """Whether the block is to be left alone; if not, what was kept is let go."""
+        """Whether the block is to be left alone; if not, kept tensors are freed."""
         written = any(tensor._version != version for tensor, version in self._taken)
         self._over, self._taken = True, []
         leave = self._shown or written

@@ -41,7 +41,7 @@ Made = Callable[[int, int], Any]  # what a region made, by its number and that o
 
 
 class Held(Protocol):
-    """What a slot has."""
+    """A tensor that a slot holds."""
 
     def tensor(self) -> Tensor:
         """The tensor."""
@@ -49,7 +49,7 @@ class Held(Protocol):
 
 @dataclass(slots=True)
 class Call:
-    """What a block computes: its module with the number of its unit, its own forward, and results that are kept.
+    """Computation of a block: its module with the number of its unit, its own forward, and results that are kept.
 
     Attributes:
         name: of the module, in a profile.
@@ -131,7 +131,7 @@ class _Linked:
 
 
 class SavedSlot:
-    """Stands in the graph for a tensor that is computed again."""
+    """Slot in the graph for a tensor that is computed again."""
 
     __slots__ = ("__weakref__", "dtype", "held", "number", "sample", "segment", "shape")
 
@@ -237,7 +237,7 @@ class Region:
         return self._replay.nbytes
 
     def arguments(self, made: Made) -> Any:
-        """What the block takes, with what earlier regions of the segment `made`; what was one tensor is one again."""
+        """Arguments of the block, with tensors that earlier regions `made`; arguments that were one tensor are one."""
         again: dict[int, Any] = {}
         for each in self._arguments:
             if id(each) in again:
@@ -329,7 +329,7 @@ class BlockSegment:
     Args:
         context: of the recomputation.
         weights: the storages of weights.
-        count: told of each region that is computed again.
+        count: called for each region that is computed again.
 
     Attributes:
         often: whether a region may be computed again several times.
@@ -337,7 +337,7 @@ class BlockSegment:
 
     often = False
     graph: object = None  # of the whole forward, which lives as long as a part of it
-    waits: Callable[[Region], None] | None = None  # told of regions that may be dropped
+    waits: Callable[[Region], None] | None = None  # called with regions that may be dropped
 
     def __init__(self, context: RecomputeContext, weights: set[int], count: Callable[[], None]) -> None:
         self._context, self._weights, self._count = context, weights, count
@@ -385,7 +385,7 @@ class BlockSegment:
                 self._made[id(tensor)] = ref(tensor), tensor._version, number, leaf
 
     def slot(self, tensor: Tensor) -> Any:
-        """What the graph gets in the place of a tensor that the last region saves."""
+        """The slot in the graph for a tensor that the last region saves."""
         region = self._regions[-1]
         if place_of(tensor) in self._weights or (tensor.is_leaf and isinstance(tensor, nn.Parameter)):
             region.slots.append(None)
@@ -435,7 +435,7 @@ class _Enough(Exception):
 
 
 def read(saved: Any) -> Tensor:
-    """What `BlockSegment.slot` gave for a tensor becomes that tensor."""
+    """The tensor of a slot."""
     tensor: Tensor = saved.tensor()
     return tensor
 

@@ -87,7 +87,7 @@ class AutoRecomputation(Recomputation):
 
     @property
     def known(self) -> dict[PassKey, PassMeasures]:
-        """What decisions were made from."""
+        """Measures from which decisions were made."""
         return {key: applied.measures for key, applied in self.decided.items()}
 
     @property

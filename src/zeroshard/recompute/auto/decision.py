@@ -309,7 +309,7 @@ def _input_alone(block: BlockMeasures, following: int) -> BlockWay:
 
 
 def _kind(block: BlockMeasures) -> Any:
-    """What the ways to keep a block in part depend on."""
+    """Measures on which the ways to keep a block in part depend."""
     return block.saved, block.leaving, block.sums, block.copied, block.again, block.calls, block.tails, block.remade
 
 

@@ -55,7 +55,7 @@ class WaitingForwards:
         return graph
 
     def forget(self, graph: ForwardGraph) -> None:
-        """Nothing of a forward is decided."""
+        """Drop a forward for which nothing was decided."""
         self._graphs.discard(graph)
 
     def keep(self, region: Region) -> None:
@@ -78,7 +78,7 @@ class KeptSegment(BlockSegment):
     """A block that is kept, or the last tensors that it saves, for as long as there is room."""
 
     def slot(self, tensor: Tensor) -> Any:
-        """What the graph gets in the place of a tensor, which holds that."""
+        """The slot for a tensor in the graph, which holds the tensor."""
         slot = super().slot(tensor)
         region = self._regions[-1]
         number, part = len(region.slots) - 1, region.choice
@@ -96,7 +96,7 @@ class KeptSegment(BlockSegment):
 
 
 class _Packed:
-    """What the hooks around a block made of a tensor."""
+    """A tensor as packed by the hooks around a block."""
 
     __slots__ = ("saved", "unpack")
 

@@ -53,7 +53,7 @@ class BlockMeasures:
     Attributes:
         name: of its module.
         seconds: of its forward.
-        entering: bytes of what it takes from the block before it.
+        entering: bytes of its input, as far as they are new.
         saved: bytes that it saves beside them, with its output.
         leaving: bytes of its output.
         again: seconds of its forward up to the last tensor that it saves.
@@ -62,7 +62,7 @@ class BlockMeasures:
         kept: bytes that stay in any case between the block before and this one, such as those of blocks left alone.
         copied: bytes of buffers that it changes; computed again, it may save the copies that it meets then.
         tails: of what it saves, the shortest first.
-        stored: what it takes to have the plan's savers store what it saves, by their choice; None if they do not.
+        stored: costs of storing its saved tensors, by the choice of savers; None where savers take none.
         remade: storages that it need not keep.
     """
 
@@ -232,7 +232,7 @@ class SavedWatch:
 
     @property
     def hooks(self) -> Hooks:
-        """What takes saved tensors now."""
+        """The hooks of saved tensors."""
         return self._pack, self._unpack
 
     @property

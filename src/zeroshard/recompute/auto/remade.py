@@ -2,7 +2,7 @@
 
 The input of a product is often what an activation function, a norm or a multiplication made of tensors that are saved
 too. Autograd's graph says so: `grad_fn` of the tensor is the node of that operation, and the node has its inputs until
-its own backward, which comes after those of all that read the result. So the tensor is let go in the forward, and made
+its own backward, which comes after those of all that read the result. So the tensor is freed in the forward, and made
 from its node where a backward reads it; nothing else of the block is computed again. torch.compile's partitioner does
 the same for graphs that it has compiled.
 
@@ -29,7 +29,7 @@ VIEWS = ("View", "UnsafeView", "ReshapeAlias", "Transpose", "T", "Permute", "Exp
 RESULTS = ("Softmax", "SafeSoftmax", "Relu", "Sigmoid", "Tanh", "Exp", "Rsqrt", "Sqrt")  # nodes that have their result
 SMALLEST = 2**14  # bytes
 READERS = 4  # of one tensor, each of which makes it anew
-FREED = "through the graph a second time"  # of torch's error: another backward has let go what the node saved
+FREED = "through the graph a second time"  # of torch's error: another backward has freed the tensors of the node
 MAKE = 5e-5  # seconds that making a tensor takes besides
 
 
@@ -38,7 +38,7 @@ class NotSaved(Exception):
 
 
 class Inputs:
-    """What the operation of a node took.
+    """Inputs of the operation of a node.
 
     Args:
         node: of autograd.
@@ -150,14 +150,14 @@ class TimedBlock(Protocol):
 
 
 class Remade:
-    """Stands for a tensor until it is read.
+    """Placeholder of a tensor until it is read.
 
     Args:
-        tensor: that is let go.
+        tensor: that is freed.
         recipe: how it is made.
         slot: gets it then.
         context: holds it on the device until its backward is over.
-        block: told of the seconds.
+        block: counts the seconds.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class Remade:
 def remade(
     tensor: Tensor, recipe: Recipe, slot: RemadeSlot, context: RecomputeContext, block: TimedBlock
 ) -> Remade | None:
-    """What stands for a tensor that is let go; None if its node is of another kind than the recipe's."""
+    """The placeholder of a tensor that is freed; None if its node is of another kind than the recipe's."""
     node = node_of(tensor)
     return Remade(tensor, recipe, slot, context, block) if node is not None and kind_of(node) == recipe.rule else None
 

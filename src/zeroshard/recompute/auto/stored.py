@@ -21,7 +21,7 @@ SPACINGS = (1, 2, 3, 4)  # of so many blocks one is stored, so that its copies h
 
 @dataclass(frozen=True, slots=True)
 class StoredCosts:
-    """What it takes to store what a block saves, and to read it.
+    """Costs of storing the saved tensors of a block, and of reading them.
 
     Attributes:
         held: bytes that are on the device between forward and backward.
@@ -68,7 +68,7 @@ def choices_of(savers: Savers) -> tuple[BySavers, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Clocks:
-    """What storing is measured by.
+    """Clocks and counters for measuring storage.
 
     Attributes:
         now: seconds.
