@@ -1,4 +1,4 @@
-"""The output of an output layer whose logits are not made unless something reads them."""
+"""Lazy logits: the output of an output layer, computed only if they are read."""
 
 from collections.abc import Callable
 from typing import Any, Never
@@ -17,16 +17,16 @@ OPERATORS = (
 
 
 class TensorLike:
-    """Hands every operator, method and function of torch on to the tensor that it stands for.
+    """An object that forwards every operator, method and function of torch to a tensor.
 
-    A subclass makes this tensor in `_tensor`, and computes in `_do` what it can without it.
+    A subclass makes this tensor in `_tensor`, and may compute operations without it in `_do`.
     """
 
     __slots__ = ()
     __hash__ = object.__hash__
 
     def _tensor(self, done: str) -> Any:
-        """The tensor, for something of this name that is done to it."""
+        """The tensor, for the operation `done`."""
         raise NotImplementedError
 
     def _do(self, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -64,17 +64,17 @@ for _name in OPERATORS:
 
 
 Number = int | float
-Make = Callable[[Tensor], Any]  # logits [..., V], or what stands for them, of hidden states [..., D]
+Make = Callable[[Tensor], Any]  # hidden states [..., D] -> logits [..., V], or `ShardedLogits`
 
 
 class LayerCall:
     """One call of an output layer.
 
     Args:
-        make: makes logits that are read after all; where there is none, reading them is an error.
+        make: makes logits that are read; without it, reading them is an error.
 
-    Attributes:
-        hidden: what entered it, [..., D]; None when the model's forward is over.
+        Attributes:
+            hidden: the input, [..., D]; None after the model's forward.
         shape: of its logits, [..., V].
     """
 
@@ -88,11 +88,11 @@ class LayerCall:
 
     @property
     def makes(self) -> bool:
-        """Whether logits that are read are made."""
+        """Whether logits can be read."""
         return self._make is not None
 
     def logits(self, done: str) -> Any:
-        """The logits, for something of this name that is done to them.
+        """The logits, for the operation `done`.
 
         Raises:
             PlanError: they are not made, or the model's forward is over.
@@ -105,14 +105,13 @@ class LayerCall:
 
 
 class AbsentLogits(TensorLike):
-    """Stands for logits on their way from the output layer to the loss, which makes them by chunks.
+    """A placeholder of logits between the output layer and the loss, which makes them by chunks.
 
-    It takes note of what models do to logits on the way: a factor, a divisor, a soft cap, and dtypes and devices, which
-    the loss chooses itself. Whatever else is done to it is done to the logits, if the layer makes them after all, and
-    else an error.
+    It records a factor, a divisor and a soft cap, and ignores dtypes and devices, which the loss chooses itself. Any
+    other operation makes the logits if the layer can, and is an error otherwise.
 
     Attributes:
-        call: of the output layer.
+        call: the call of the output layer.
     """
 
     def __init__(self, call: LayerCall, scale: float = 1.0, inner: float | None = None) -> None:
@@ -126,7 +125,7 @@ class AbsentLogits(TensorLike):
 
     @property
     def device(self) -> torch.device:
-        """Of the hidden states."""
+        """The device of the hidden states."""
         return self.call.device
 
     @property
@@ -135,7 +134,7 @@ class AbsentLogits(TensorLike):
         return (self._scale, None) if self._inner is None else (self._scale * self._inner, self._scale)
 
     def made(self, done: str = "logits") -> Any:
-        """The logits, for something of this name that is done to them.
+        """The logits, for the operation `done`.
 
         Raises:
             PlanError: they are not made.
@@ -186,7 +185,7 @@ class AbsentLogits(TensorLike):
 
 
 def refuse(done: str) -> Never:
-    """Refuse what needs logits.
+    """Refuse the operation `done`, which reads logits.
 
     Raises:
         PlanError: always.

@@ -1,8 +1,8 @@
-"""The loss of a model made by chunks: in its own head, or in an unmodified causal language model of transformers.
+"""The loss of a model by chunks: in its own head, or in an unmodified causal language model of transformers.
 
 The forward of the latter calls the output layer, and then `self.loss_function(logits, labels, ...)`. Given labels, the
 output layer returns `AbsentLogits`; the loss function calls the layer again with these and the labels, and the layer
-computes the loss. So the weight is used inside the layer's forward, where the engine has gathered or borrowed it.
+computes the loss. So the weight is used inside the layer's forward, for which the engine has gathered or borrowed it.
 """
 
 import inspect
@@ -30,7 +30,7 @@ def make_loss_by_chunks(model: nn.Module, chunk: int) -> None:
     """Replace the forward of the output layer and the loss function of the causal model in `model`.
 
     Args:
-        chunk: rows of which logits exist together.
+        chunk: rows whose logits exist at once.
 
     Raises:
         PlanError: there is no such model, or its output layer or loss is of another kind.
@@ -57,12 +57,12 @@ def make_loss_by_chunks(model: nn.Module, chunk: int) -> None:
 
 
 def split_causal_loss(model: nn.Module, layer: nn.Linear, vocabulary: Vocabulary) -> bool:
-    """Let ranks that split the vocabulary of an output layer make its loss by chunks.
+    """Make the loss by chunks over ranks that split the vocabulary of an output layer.
 
-    Logits that the model reads nevertheless are made by the forward inside of the loss.
+    If the model reads logits, the layer's inner forward makes them.
 
     Returns:
-        whether it is the output layer of a causal model, whose loss can be made so.
+        whether it is the output layer of a causal model with such a loss.
     """
     forward = layer_of(layer, "loss")
     if forward is None:
@@ -77,7 +77,7 @@ def split_causal_loss(model: nn.Module, layer: nn.Linear, vocabulary: Vocabulary
 
 
 def _causal_model(model: nn.Module) -> Any:
-    """The first model with an output layer and a loss function; None where there is none."""
+    """The first model with an output layer and a loss function; None without."""
     found = (m for m in model.modules() if _output_layer(m) is not None)
     return next((m for m in found if callable(getattr(m, "loss_function", None))), None)
 
@@ -94,16 +94,16 @@ def _install(causal: Any, layer: nn.Linear, chunk: int | None) -> "_LayerForward
 
 
 def _output_layer(module: nn.Module) -> Any:
-    """The output layer of a model as transformers names it; None where there is none."""
+    """The output layer of a model, by transformers' `get_output_embeddings`; None without."""
     give = getattr(module, "get_output_embeddings", None)
     return give() if callable(give) else None
 
 
 class _Labelled:
-    """Whether the forward under way of a causal model has labels.
+    """Whether a causal model's current forward has labels.
 
     Attributes:
-        calls: of its output layer, in this forward.
+        calls: calls of its output layer in this forward.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -132,10 +132,9 @@ class _LayerForward:
     """The forward of an output layer; a copy of the layer has its own class's, or `make`.
 
     Attributes:
-        loss_chunk: rows of which logits exist together; None for the default of `linear_cross_entropy`.
+        loss_chunk: rows whose logits exist at once; None for the default of `linear_cross_entropy`.
         vocabulary: the classes of the rows of the weight.
-        make: the forward that makes logits, also those of a model with labels; by default the layer's own, and those
-            of a model with labels are not made.
+        make: the forward that makes logits, also with labels; by default the layer's own, and none with labels.
     """
 
     def __init__(self, layer: nn.Linear, labelled: _Labelled, chunk: int | None) -> None:
@@ -156,10 +155,10 @@ class _LayerForward:
         read: bool = False,
         **options: Any,
     ) -> Any:
-        """The logits of hidden states [..., D], or what stands for them; with `logits` and `labels`, their loss.
+        """Hidden states [..., D] to logits or `AbsentLogits`; with `logits` and `labels`, to their loss.
 
         Args:
-            read: whether logits are wanted though the model has labels.
+            read: make logits although the model has labels.
         """
         layer = self._layer()
         assert layer is not None
@@ -178,11 +177,11 @@ class _LayerForward:
 
 
 class _ChunkedLoss:
-    """Takes the place of `ForCausalLMLoss`, for logits that are not made."""
+    """Replacement of `ForCausalLMLoss` for absent logits."""
 
     def __init__(self, layer: nn.Linear, plain: Callable[..., Any], name: str) -> None:
         self._layer, self._plain, self._name = weakref.ref(layer), plain, name
-        self.__name__ = getattr(plain, "__name__", type(plain).__name__)  # by which its kind of labels is known
+        self.__name__ = getattr(plain, "__name__", type(plain).__name__)  # identifies its kind of labels
 
     def __call__(
         self,
@@ -194,10 +193,10 @@ class _ChunkedLoss:
         shift_labels: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """The mean over the labels that count, or the sum divided by `num_items_in_batch`; as the plain one.
+        """The mean over the labels that count, or the sum divided by `num_items_in_batch`, as in `ForCausalLMLoss`.
 
         Args:
-            shift_labels: the label of each position; by default `labels` of the position after it.
+            shift_labels: the label of each position; by default the next position's of `labels`.
         """
         layer = self._layer()
         if isinstance(logits, AbsentLogits) and logits.call.makes:
@@ -251,10 +250,10 @@ CHUNK = "loss_chunk"  # the attribute of a module that makes the loss, with the 
 
 
 def set_loss_chunk(model: nn.Module, chunk: int | None) -> None:
-    """Let the loss of `model` be made of chunks of so many rows; None leaves the model as it is.
+    """Make the loss of `model` by chunks of `chunk` rows; None leaves the model as it is.
 
-    Modules with an attribute `loss_chunk`, such as the head of the built-in model, are told of it. A causal language
-    model of transformers gets a loss that stands in for its output layer and its loss function.
+    Modules with an attribute `loss_chunk`, such as the head of the built-in model, get it set. In a causal language
+    model of transformers, the output layer and the loss function are replaced.
 
     Raises:
         PlanError: the model is neither.
@@ -269,10 +268,10 @@ def set_loss_chunk(model: nn.Module, chunk: int | None) -> None:
 
 
 def split_loss(model: nn.Module, layer: nn.Linear, vocabulary: Vocabulary, make: Callable[..., Any]) -> None:
-    """Let the loss of an output layer be made by ranks that have the weights of some classes each.
+    """Make the loss of an output layer over ranks that split its vocabulary.
 
-    The loss of a causal language model of transformers is then made by chunks, without logits. The layer of any other
-    model gets the forward `make`, which stands for logits.
+    In a causal language model of transformers, the loss is made by chunks, without logits. The layer gets the forward
+    `make`, which returns logits.
     """
     split_causal_loss(model, layer, vocabulary)
     insert(layer, "divided", lambda _: make)

@@ -21,7 +21,10 @@ from zeroshard.autograd.gradient_slot import slot_of
 from zeroshard.errors import BatchError, ModelError, PlanError
 from zeroshard.losses.row_gradients import WHOLE, CrossEntropy, Vocabulary
 
-ROWS, NBYTES = 1024, 2**26  # of a chunk by default: so many rows, or more whose logits take so much in fp32
+ROWS, NBYTES = (
+    1024,
+    2**26,
+)  # default of a chunk: this many rows, or more if their fp32 logits fit in this many bytes
 BLOCK_NBYTES = 2**24  # of a 16-bit product that is added to the gradient of the weight in fp32
 REDUCTIONS = ("mean", "sum")
 OPTIONS = ("ignore_index", "label_smoothing", "z_loss", "reduction", "chunk")
@@ -36,7 +39,7 @@ class OutputLayer:
         bias: b [V].
         scale: of the logits, as in Granite and Cohere.
         softcap: c, above 0, as in Gemma 2 (2408.00118, section 2).
-        vocabulary: the classes of the rows of W, where ranks have some of them each.
+        vocabulary: the classes of the rows of W; a subclass if ranks split them.
     """
 
     weight: Tensor
@@ -47,7 +50,7 @@ class OutputLayer:
 
 
 def default_chunk(vocabulary: int) -> int:
-    """Rows of a chunk where none are given: 1024, or as many more as 64 MiB hold fp32 logits of."""
+    """The default rows of a chunk: 1024, or more if 64 MiB hold their fp32 logits."""
     return max(ROWS, NBYTES // (4 * vocabulary))
 
 
@@ -70,9 +73,9 @@ def linear_cross_entropy(
     the end. The loss is at least fp32.
 
     Gradients are made with the loss ([Note: gradients made in the forward]), so one backward may follow each call, and
-    each loss that waits for its backward keeps a gradient of the weight, in fp32. Without gradients nothing is kept.
+    each loss keeps a gradient of the weight, in fp32, until its backward. Without gradients nothing is kept.
 
-    Where ranks split the vocabulary, each has the same hidden states and the weights of some classes, and gets the same
+    If ranks split the vocabulary, each has the same hidden states and the weights of some classes, and gets the same
     loss, the gradient of its weights, and the whole gradient of the hidden states. A chunk takes two messages of its
     rows, and one of their hidden states' gradient under the products of the next.
 
@@ -81,10 +84,10 @@ def linear_cross_entropy(
         weight: [V, D]; or an `OutputLayer`, for a bias, a scale or a soft cap.
         labels: class numbers [...], int64.
         ignore_index: the label of rows that do not count. Their gradient is zero.
-        label_smoothing: the share of the target that all classes have alike, 0 to 1.
+        label_smoothing: the share of the target spread evenly over all classes, 0 to 1.
         z_loss: the coefficient of (log Σ exp logits)², added for each row that counts (2204.02311, section 5).
         reduction: "mean" over the rows that count (NaN if there are none, as in torch), or "sum" (then 0).
-        chunk: rows of which logits exist together; by default `default_chunk` of the columns.
+        chunk: rows whose logits exist at once; by default `default_chunk` of the columns.
 
     Returns:
         The loss, a scalar.
@@ -114,7 +117,7 @@ def linear_cross_entropy(
 
 
 def _handed_on(hidden: Tensor, weight: Tensor | OutputLayer, labels: Tensor, options: tuple[Any, ...]) -> Tensor:
-    """The loss as what stands in for functions of torch makes it, such as a layer whose vocabulary is split."""
+    """The loss of a torch function override, such as a layer with a split vocabulary."""
     given: dict[str, Any] = dict(zip(OPTIONS, options, strict=True))
     return handle_torch_function(linear_cross_entropy, (hidden,), hidden, weight, labels, **given)
 
@@ -176,7 +179,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        """The gradients that the forward made, times that of the loss, in their own memory."""
+        """The gradients of the forward times the gradient of the loss, in place."""
         if torch.is_grad_enabled():
             raise BatchError(
                 "The gradient of linear_cross_entropy was asked for with create_graph=True, and has no derivative of "
@@ -198,7 +201,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 class _Gradients:
-    """The gradients of a sum of losses, as far as its chunks have come; None where there is no need of one.
+    """The gradients of the sum of losses over the chunks so far; None if not required.
 
     Attributes:
         rows: [N, D], in their dtype.
@@ -210,7 +213,7 @@ class _Gradients:
         self, rows: Tensor, weight: Tensor, bias: Tensor | None, wanted: list[bool], vocabulary: Vocabulary
     ) -> None:
         self._given, self._vocabulary = (rows, weight), vocabulary
-        self._sum: Any = None  # of a chunk's rows over the ranks, under way
+        self._sum: Any = None  # pending, of a chunk's rows over the ranks
         wide = torch.promote_types(rows.dtype, torch.float32)
         self.rows = torch.empty_like(rows, memory_format=torch.contiguous_format) if wanted[0] else None
         make = torch.empty if len(rows) else torch.zeros
@@ -219,7 +222,7 @@ class _Gradients:
         self.any = any(wanted)
 
     def add(self, part: slice, z: Tensor, counting: Tensor) -> None:
-        """Take in the gradients of a chunk's rows by their logits, [n, V].
+        """Add a chunk's gradients, from those of its logits, [n, V].
 
         Args:
             counting: 1 for rows that count, 0 for others, [n, 1].
@@ -236,14 +239,14 @@ class _Gradients:
             self.bias += z.mul_(counting).sum(0, dtype=self.bias.dtype)
 
     def finish(self) -> None:
-        """Wait for the sum over the ranks that is under way."""
+        """Wait for the pending sum over the ranks."""
         if self._sum is not None:
             self._sum.result()
             self._sum = None
 
 
 def _scaled(made: Tensor, scale: Tensor, dtype: torch.dtype, of: Tensor | None) -> Tensor:
-    """The gradient `made` times `scale`: in its own memory, or in the slot of its parameter."""
+    """The gradient `made` times `scale`: in place, or in the slot of its parameter."""
     slot = None if of is None else slot_of(of)
     lent = None if slot is None or of is None else slot.lend(of)
     if lent is None:
@@ -254,10 +257,10 @@ def _scaled(made: Tensor, scale: Tensor, dtype: torch.dtype, of: Tensor | None) 
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor, begins: bool) -> None:
-    """Add left·right to `total`, which may be wider; then by blocks, so that no narrow product is whole.
+    """Add left·right to `total`; if its dtype is wider, by blocks, so that the narrow product is never whole.
 
     Args:
-        begins: nothing is in `total` yet.
+        begins: `total` is uninitialised.
     """
     if total.dtype == left.dtype:
         torch.mm(left, right, out=total) if begins else total.addmm_(left, right)
@@ -274,14 +277,14 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor, begins: bool) -> No
 
 
 def _within_range(left: Tensor, right: Tensor) -> Tensor:
-    """The power of two, at most 1, by which no element of left·right times it leaves half the range of fp16."""
+    """The largest power of two, at most 1, that scales left·right into half the range of fp16."""
     largest = [torch.stack(one.aminmax()).abs().amax().float() for one in (left, right)]
     most = largest[0] * largest[1] * left.shape[1]
     return (2.0**15 / most).log2().floor().clamp(max=0).exp2().to(right.dtype)
 
 
 def _autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """The dtype of products under `torch.autocast`; None where it is off."""
+    """The dtype of products under `torch.autocast`; None if it is off."""
     available = torch.amp.is_autocast_available(device.type)
     return torch.get_autocast_dtype(device.type) if available and torch.is_autocast_enabled(device.type) else None
 

@@ -1,4 +1,4 @@
-"""Cross entropy of some rows of logits, whole or split by classes, and its gradient in the place of the logits."""
+"""Cross entropy of some rows of logits, whole or split by classes, and its gradient in place of the logits."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,11 +10,11 @@ from torch import Tensor
 class Vocabulary:
     """All classes, in the order of the columns.
 
-    A subclass says how ranks that have a part of the classes each bring together what a loss needs of all.
+    A subclass is for classes split among ranks, with the reductions over them that a loss needs.
     """
 
     def classes(self, columns: int) -> int:
-        """How many there are in all, of which these columns are some."""
+        """The number of classes in all, for this number of columns."""
         return columns
 
     def widest(self, columns: int) -> int:
@@ -22,11 +22,11 @@ class Vocabulary:
         return columns
 
     def find(self, numbers: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The columns of class numbers, and where the class is another rank's, so that the column means nothing."""
+        """The columns of class numbers, and a mask of other ranks' classes, whose column is arbitrary; None if none."""
         return numbers, None
 
     def maximum(self, largest: Tensor) -> Tensor:
-        """The largest over all classes, of the largest over the columns."""
+        """The maximum over all classes, from the maximum over the columns."""
         return largest
 
     def join(self, losses: Tensor, log_sums: Tensor, largest: Tensor, top: Tensor) -> tuple[Tensor, Tensor, Any]:
@@ -45,10 +45,10 @@ class Vocabulary:
         return losses, log_sums.add_(top), None
 
     def start_sum(self, gradient: Tensor) -> Any:
-        """Start to add up, in place, the ranks' gradients of something that all ranks have alike.
+        """Start to sum, in place, the ranks' gradients of a tensor that is equal on all ranks.
 
         Returns:
-            what waits for it with `result()`; None where there is nothing to add.
+            a handle with `result()`; None without other ranks.
         """
 
 
@@ -77,20 +77,20 @@ class CrossEntropy:
     softcap: float | None = None
 
     def sum_(self, z: Tensor, labels: Tensor, gradients: bool, vocabulary: Vocabulary = WHOLE) -> tuple[Tensor, Tensor]:
-        """The sum over the rows that count, and which do, [n]; else as `rows_`."""
+        """The sum over the rows that count, and their mask [n]; see `rows_`."""
         losses, counts = self.rows_(z, labels, gradients, vocabulary)
         return losses.sum(), counts
 
     def rows_(
         self, z: Tensor, labels: Tensor, gradients: bool, vocabulary: Vocabulary = WHOLE
     ) -> tuple[Tensor, Tensor]:
-        """The loss of each row, 0 where it does not count, and which count, both [n]; `z` becomes the rows' gradients.
+        """The loss of each row, 0 if it does not count, and the mask of rows that count, both [n]; `z` gets gradients.
 
-        Rows that do not count have a gradient too: the sum of gradients leaves them out, at the cost of a hidden state
-        each instead of a row of logits.
+        Rows that do not count have a gradient too; the caller masks it, at the cost of a hidden state each instead of a
+        row of logits.
 
         Args:
-            z: what the output layer gives, [n, V], in fp32 or fp64; overwritten.
+            z: the output layer's result, [n, V], in fp32 or fp64; overwritten.
             labels: [n].
             gradients: whether the gradient is wanted; if not, `z` is left undefined.
             vocabulary: the classes of the columns.
@@ -108,7 +108,7 @@ class CrossEntropy:
             losses.masked_fill_(elsewhere, 0)
         if self.label_smoothing:
             losses -= z.mean(1, keepdim=True).sub_(top).mul_(self.label_smoothing * (columns / classes))
-        if elsewhere is not None:  # another rank may have a class that is possible where all columns are -inf
+        if elsewhere is not None:  # another rank may have a finite logit if all columns here are -inf
             z.scatter_(1, place, largest.clamp_(min=torch.finfo(z.dtype).min))
         torch.softmax(z, 1, out=z)
         losses, lse, share = vocabulary.join(losses, z.gather(1, place).log_().neg_(), largest, top)
@@ -130,7 +130,7 @@ class CrossEntropy:
         return losses.squeeze(1).masked_fill_(~counts, 0), counts
 
     def _cap_(self, z: Tensor) -> Tensor | None:
-        """Scale and cap `z` in place; the derivative of the cap, [n, V], if there is one."""
+        """Scale and cap `z` in place; returns the derivative of the cap, [n, V], or None."""
         if self.scale != 1:
             z.mul_(self.scale)
         if self.softcap is None:
@@ -142,5 +142,5 @@ class CrossEntropy:
 
 
 def _no_column(z: Tensor) -> Tensor:
-    """A column [n, 1] of no weight for a rank that has no class."""
+    """A column [n, 1] of the smallest numbers, for a rank without a class."""
     return z.new_full((len(z), 1), torch.finfo(z.dtype).min)

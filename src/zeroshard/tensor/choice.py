@@ -1,4 +1,4 @@
-"""Answers of tensor parallelism to the planner, and the ways to divide a node's ranks that it offers to a search."""
+"""Answers of tensor parallelism to the planner, and its divisions of a node's ranks for a search."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -12,9 +12,9 @@ class Splitting(Choice):
     """The tensor parallelism of a plan.
 
     Attributes:
-        ranks: that split each layer among themselves.
-        sequence: whether each has its own positions between the split layers.
-        given: whether the plan says how layers are split.
+        ranks: ranks that split each layer.
+        sequence: whether sequence parallelism is on.
+        given: whether the plan names styles of layers.
     """
 
     ranks: int = 1
@@ -27,7 +27,7 @@ class Splitting(Choice):
         return self.ranks > 1
 
     def describe(self, ranks: int | None) -> Description:
-        """How many ranks split a layer."""
+        """The number of ranks that split a layer, with the settings that differ from the default."""
         if not self.splits:
             return Description()
         settings = {"no sequence parallelism": not self.sequence, "layers split as given": self.given}
@@ -39,7 +39,7 @@ class Splitting(Choice):
         return replace(states, trainable=trainable, frozen=frozen, largest=largest)
 
     def remedies(self, ranks: int) -> Iterator[Remedy]:
-        """More ranks in each layer, with which the largest unit that stage 3 gathers is smaller too."""
+        """More ranks in each layer with stage 3, whose largest gathered unit shrinks too."""
         for more in divisors(ranks):
             if more > self.ranks:
                 sentence = f"tensor_parallel={more} with zero=3 would bring the states down to fit."

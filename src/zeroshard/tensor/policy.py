@@ -38,7 +38,7 @@ class TensorParallel:
 
     @property
     def styles(self) -> list[tuple[str, str]] | None:
-        """The paths of `layers` with their styles, in their order; None where none are given."""
+        """The paths of `layers` with their styles, in order; None if `layers` is None."""
         return None if self.layers is None else [_pair(each) for each in self.layers]
 
     def __repr__(self) -> str:
@@ -63,7 +63,7 @@ def _pairs(layers: Any) -> tuple[str, ...]:
 
 
 def _name(style: Any) -> str:
-    """The name of a style of torch.distributed.tensor.parallel, by what it does with features."""
+    """The name of a style of torch.distributed.tensor.parallel; another if its layouts gather the features."""
     name = type(style).__name__
     side, gathered = {
         "ColwiseParallel": ("output_layouts", "colwise_gather_output"),

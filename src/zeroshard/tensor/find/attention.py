@@ -108,7 +108,7 @@ def has_heads(module: nn.Module) -> bool:
 
 
 def number_of(module: Any, names: Sequence[str]) -> int | None:
-    """The first of some attributes that is a whole number."""
+    """The first of the attributes that is an integer."""
     found = (vars(module).get(name) for name in names)
     return next((value for value in found if isinstance(value, int) and not isinstance(value, bool)), None)
 
@@ -120,16 +120,16 @@ def attention_layouts(
     ranks: int,
     given: tuple[Any, Any] | None = None,
 ) -> Iterator[SplitLayout]:
-    """The ways in which the heads of an attention module may lie in its layers; of known classes there is one.
+    """Possible layouts of an attention module's heads in its layers; known classes have one.
 
     Args:
-        modules: of the model, by path.
-        columns: paths of the linear layers that make queries, keys and values, of one module.
-        row: path of the one that reads what the heads make.
-        given: arguments with which the model calls the module; None where they are not known.
+        modules: all modules of the model, by path.
+        columns: paths of one module's linear layers of queries, keys and values.
+        row: path of the linear layer that reads the heads' output.
+        given: arguments of the model's call of the module; None if unknown.
 
     Raises:
-        CannotSplit: what the module does is not known.
+        CannotSplit: the module's structure is unknown.
         DoesNotDivide: the ranks do not divide the heads.
     """
     name = columns[0].rpartition(".")[0]
@@ -179,7 +179,7 @@ def _ways(
 
 
 def _shared(modules: Mapping[str, nn.Module], name: str, layers: set[str], columns: Sequence[str]) -> dict[str, int]:
-    """Whole layers that make what a column-parallel layer reads and, behind it, features that all heads read (MLA)."""
+    """Whole layers by path, with the number of last output features that all heads read (MLA)."""
     read = {_features(modules[path]).inputs for path in columns}
     found: dict[str, int] = {}
     for inner, module in modules[name].named_children():
@@ -191,16 +191,16 @@ def _shared(modules: Mapping[str, nn.Module], name: str, layers: set[str], colum
 
 
 def reuses(columns: Iterable[str]) -> bool:
-    """Whether layers make queries alone, so that keys and values come from elsewhere, such as another layer."""
+    """Whether the layers make queries only: keys and values come from another layer."""
     names = [last_part(path) for path in columns]
     return len(names) == 1 and names[0] in QUERY
 
 
 def check_heads(name: str, kind: str, counts: HeadCounts, ranks: int) -> None:
-    """Refuse heads that do not divide.
+    """Refuse heads that the ranks do not divide.
 
     Raises:
-        DoesNotDivide: they do not.
+        DoesNotDivide: the numbers of heads and of ranks do not fit.
     """
     heads, kv_heads = counts.heads, counts.kv_heads
     if heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0):
@@ -212,7 +212,7 @@ def check_heads(name: str, kind: str, counts: HeadCounts, ranks: int) -> None:
 
 
 def _check_arguments(module: Any) -> None:
-    """Refuse a forward that takes something for all heads from outside."""
+    """Refuse a forward with a required argument that is made for all heads elsewhere."""
     parameters = inspect.signature(type(module).forward).parameters.values()
     for name in (p.name for p in parameters if p.name in PER_HEAD and p.default is inspect.Parameter.empty):
         if getattr(getattr(module, "config", None), name, True):
@@ -226,7 +226,7 @@ def _features(module: nn.Module) -> LinearFeatures:
 
 
 def _counts(module: Any, outputs: Mapping[str, int], inputs: int) -> tuple[HeadCounts, str | None]:
-    """The numbers of heads, from the shapes of the layers and one number of the module; and which layer is fused."""
+    """The numbers of heads, from the layers' shapes and one attribute of the module; and the path of a fused layer."""
     size, heads = number_of(module, SIZES), number_of(module, HEADS)
     configs = [value for name, value in vars(module).items() if is_config(name, value)]
     heads = heads or next(filter(None, (number_of(config, HEADS) for config in configs)), None)
@@ -272,13 +272,13 @@ def is_config(name: str, value: Any) -> bool:
 
 
 def _apart(outputs: int, counts: HeadCounts, ranks: int) -> Segment:
-    """The segment of a layer that makes queries, keys or values alone."""
+    """The segment of a layer of only queries, only keys or only values."""
     whole = outputs == counts.heads * counts.size or counts.heads == counts.kv_heads
     return Segment(outputs, ranks if whole else min(counts.kv_heads, ranks))
 
 
 def _fused(counts: HeadCounts, queries: int, order: Order, ranks: int) -> tuple[Segment, ...]:
-    """The segments of a layer that makes keys and values, and so many heads of queries or none."""
+    """The segments of a fused layer of keys, values and `queries` heads of queries (0: none)."""
     kv_heads, size = counts.kv_heads, counts.size
     if order is Order.BLOCKS:
         return (Segment(counts.heads * size // MP_BLOCKS, ranks),) * 3 * MP_BLOCKS
@@ -297,7 +297,7 @@ def _fused(counts: HeadCounts, queries: int, order: Order, ranks: int) -> tuple[
 
 
 def _reason(counts: HeadCounts, outputs: int, ranks: int, order: Order | None) -> str:
-    """What a rank has of a layer that makes `outputs` features, in the order of a fused one."""
+    """A rank's share of the heads in a layer of `outputs` features, with the order of a fused one, as text."""
     heads, kv_heads = counts.heads, counts.kv_heads
     copies = f", each on {ranks // kv_heads} ranks" if kv_heads < ranks else ""
     own = f"{counts.kv_heads_of(ranks)} of {kv_heads} key-value heads{copies}"
@@ -310,7 +310,7 @@ def _reason(counts: HeadCounts, outputs: int, ranks: int, order: Order | None) -
 def _others(
     modules: Mapping[str, nn.Module], name: str, layers: set[str], counts: HeadCounts, ranks: int
 ) -> tuple[dict[str, tuple[Segment, ...]], tuple[str, ...], tuple[str, ...], dict[str, tuple[Segment, ...]]]:
-    """Modules with a column or a row for each head; those of one head's features; what is unknown; norms over all."""
+    """Other modules with parameters: one row or column per head; per-head norms; unknown ones; norms over all heads."""
     heads: dict[str, tuple[Segment, ...]] = {}
     gathers: dict[str, tuple[Segment, ...]] = {}
     partial, unknown = list[str](), list[str]()
@@ -341,7 +341,7 @@ def _others(
 def _sizes_inside(
     modules: Mapping[str, nn.Module], name: str, counts: HeadCounts, ranks: int, widths: bool
 ) -> dict[str, dict[str, Any]]:
-    """The attributes to set on an attention module and on those in it, by path; the first is the module itself."""
+    """The attributes to set on an attention module and its submodules, by path; the first is the module itself."""
     found = {name: _sizes(modules[name], counts, ranks, widths)}
     for inner, module in modules[name].named_modules():
         if inner and (sizes := _sizes(module, counts, ranks, widths)) and linear_features(module) is None:
@@ -350,10 +350,10 @@ def _sizes_inside(
 
 
 def _sizes(module: Any, counts: HeadCounts, ranks: int, widths: bool) -> dict[str, Any]:
-    """The attributes of one module that tell numbers of heads or their features, for one rank.
+    """The attributes of one module with numbers of heads or of features, with one rank's values.
 
     Args:
-        widths: whether names of the model's width mean the features of all heads, where they are as many.
+        widths: whether an attribute of the model's width counts as the features of all heads if it equals them.
     """
     heads, kv_heads = counts.heads // ranks, counts.kv_heads_of(ranks)
     meanings = [
@@ -372,7 +372,7 @@ def _sizes(module: Any, counts: HeadCounts, ranks: int, widths: bool) -> dict[st
 
 
 def _configs_for(module: Any, meanings: Sequence[tuple[Sequence[str], int, int]]) -> dict[str, Any]:
-    """Copies of configurations with the numbers of one rank, where the forward reads them there."""
+    """Copies of the configurations that the forward reads, with one rank's numbers."""
     read = _names_read(type(module))
     found: dict[str, Any] = {}
     for attribute, config in [(n, v) for n, v in vars(module).items() if is_config(n, v)]:
@@ -388,7 +388,7 @@ def _configs_for(module: Any, meanings: Sequence[tuple[Sequence[str], int, int]]
 
 
 def _names_read(kind: type) -> set[str]:
-    """The names of attributes that the methods of a class read, its constructors apart."""
+    """The names of attributes that the methods of a class read, except in constructors."""
     names: set[str] = set()
     for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
         for name, value in vars(base).items():

@@ -1,4 +1,4 @@
-"""What was found in a model, in rows for a table: each module with parameters, how it is split, and why."""
+"""A table of a model's split: one row for each module with parameters, its style and the reason."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -18,12 +18,12 @@ class ExplainedLayer:
     """A module with parameters of its own, or the same module of several blocks.
 
     Attributes:
-        name: its path; numbers of blocks are `*` where all of them are alike.
-        count: of such modules.
-        kind: its class.
-        style: how it is split.
-        part: features or rows that the first rank has, of all; "" for a whole module.
-        reason: why.
+        name: path; block numbers are `*` if equal modules of several blocks are merged.
+        count: number of merged modules.
+        kind: name of the class.
+        style: how the module is split.
+        part: features or rows of the first rank, of all; "" for a whole module.
+        reason: why it is split so, or whole.
     """
 
     name: str
@@ -39,7 +39,7 @@ class ExplainedLayer:
 
 
 def explain(model: nn.Module, found: FoundLayers, ranks: int) -> list[ExplainedLayer]:
-    """A row for each module with parameters, in the model's order; one for modules of several blocks that are alike."""
+    """A row for each module with parameters, in the model's order; equal modules of several blocks share one."""
     modules = dict(model.named_modules())
     rows = [_row(layer, type(modules[layer.name]).__name__, ranks) for layer in found.layers]
     together: dict[str, list[ExplainedLayer]] = {}
@@ -53,10 +53,10 @@ def explain(model: nn.Module, found: FoundLayers, ranks: int) -> list[ExplainedL
 
 
 def explain_sequences(found: FoundLayers, sequence: bool) -> list[str]:
-    """Sentences about sequence parallelism: which blocks work on parts of sequences, and why others do not.
+    """Sentences about sequence parallelism: the blocks that work on parts of sequences, and reasons of the others.
 
     Args:
-        sequence: whether it is asked for.
+        sequence: whether the plan sets it.
     """
     if not sequence:
         return ["Sequence parallelism is off: between split layers all ranks work on whole sequences."]
@@ -82,7 +82,7 @@ MOST = 3  # places that are named
 
 
 def whole_share(model: nn.Module, found: FoundLayers, ranks: int) -> str:
-    """A sentence with the share and the largest of these layers; "" where only norms and biases are whole."""
+    """A sentence with the share and the largest of the whole layers; "" if only norms and biases are whole."""
     modules = dict(model.named_modules())
     of_all = {parameter: parameter.numel() for parameter in model.parameters()}
     counted: set[nn.Parameter] = set()
@@ -115,10 +115,10 @@ def whole_share(model: nn.Module, found: FoundLayers, ranks: int) -> str:
 
 
 def warn_of_whole(sentence: str, ranks: Mapping[str, int]) -> None:
-    """Say it once, on the first rank.
+    """Warn once, on the first rank.
 
     Args:
-        ranks: this one, along each axis.
+        ranks: this rank's number along each axis.
     """
     if sentence and not any(ranks.values()):
         warnings.warn(sentence, WholeLayersWarning, stacklevel=2)

@@ -1,4 +1,4 @@
-"""Feed-forward layers: those that widen, and the one that comes back to the width."""
+"""Feed-forward layers: up projections to the inner features, and the down projection."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -23,10 +23,10 @@ IN_PARTS = frozenset({"transformers.models.phi3.modeling_phi3.Phi3MLP"})  # one 
 def feed_forward_layouts(
     modules: Mapping[str, nn.Module], columns: Sequence[str], row: str, ranks: int
 ) -> Iterator[SplitLayout]:
-    """The ways in which the inner features may lie in the layers.
+    """Possible layouts of the inner features in the layers.
 
     Raises:
-        CannotSplit: the layers do not fit together.
+        CannotSplit: the layers' shapes do not fit.
         DoesNotDivide: the ranks do not divide the inner features.
     """
     features = {path: linear_features(modules[path]) for path in (*columns, row)}

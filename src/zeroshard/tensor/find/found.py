@@ -1,6 +1,6 @@
-"""What is found in a model: which layers are split and how, and which sizes its modules have then.
+"""Split layers of a model: style and segments of each layer, and the sizes that modules have then.
 
-`find_layers.find` makes it from shapes alone; `technique` carries it out.
+`layers.find` makes it from shapes alone; `technique` applies it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,13 +34,13 @@ class Style(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A run of a layer's features that is divided among ranks by itself.
+    """A run of consecutive features of a layer, divided among ranks on its own.
 
     Attributes:
         size: features in the whole layer.
-        parts: into how many parts of ⌈size / parts⌉ it is divided; only of vocabularies may the last be smaller.
+        parts: number of parts of ⌈size / parts⌉; only in vocabularies may the last be smaller.
             Fewer than ranks: each part is on several neighbouring ranks (KV heads).
-        ranks: the first of the ranks among which it is divided, and the one behind the last; None for all.
+        ranks: [first, stop) of the ranks that divide it; None for all.
     """
 
     size: int
@@ -48,12 +48,12 @@ class Segment:
     ranks: tuple[int, int] | None = None
 
     def copies(self, ranks: int) -> int:
-        """On how many of so many ranks each part is."""
+        """The number of ranks, of `ranks`, that hold each part."""
         first, stop = self.ranks or (0, ranks)
         return (stop - first) // self.parts
 
     def piece(self, rank: int, ranks: int) -> Piece:
-        """The features of a rank of so many; none, [0, 0), for one that has no part in it."""
+        """The features of `rank` among `ranks`; [0, 0) for a rank without a part."""
         first, stop = self.ranks or (0, ranks)
         if not first <= rank < stop:
             return Piece(0, 0, counted=False)
@@ -64,7 +64,7 @@ class Segment:
 
 
 def pieces_of(segments: Sequence[Segment], ranks: int, rank: int) -> Iterator[Piece]:
-    """What a rank holds of the features of a layer: a piece of each segment, which is empty where it has no part."""
+    """A rank's pieces of a layer's features, one for each segment; empty where the rank has no part."""
     first = 0
     for segment in segments:
         piece = segment.piece(rank, ranks)
@@ -81,13 +81,13 @@ class FoundLayer:
         style: how it is split.
         segments: of its output features, input features (row) or vocabulary; () for a whole module.
         reason: why it is split so, or why it is whole: a short sentence.
-        partial: whether it is whole, and works on the heads of its rank alone, so that each rank has a part of its
-            gradient even without sequence parallelism (norms of queries and keys).
+        partial: whether it is whole but works on this rank's heads only, so that each rank has a part of its gradient
+            even without sequence parallelism (norms of queries and keys).
         columns: of a row-parallel layer, the column-parallel ones whose output it reads.
         head_size: of a layer of attention, the features of a head; 0 of others.
-        gathers: whether it is a norm over the features of all heads, which are gathered before it; `segments` are those
-            that a rank keeps.
-        shared: the last features of its output that all heads read, so that their gradients are summed over the ranks.
+        gathers: whether it is a norm over the features of all heads, which are gathered before it; a rank keeps
+            `segments` of its output.
+        shared: number of last output features that all heads read; their gradients are summed over the ranks.
     """
 
     name: str
@@ -103,12 +103,12 @@ class FoundLayer:
 
 @dataclass(frozen=True, slots=True)
 class HeadArgument:
-    """An argument of an attention module that is made for all heads.
+    """An argument of an attention module, made for all heads.
 
     Attributes:
-        key: its name, or its number among those without a name.
+        key: keyword, or position.
         dimension: 1 for [B, H, ...], 0 for [H, ...] and [B·H, ...].
-        rows: whether dimension 0 has those of all rows.
+        rows: whether dimension 0 is B·H.
     """
 
     key: str | int
@@ -116,7 +116,7 @@ class HeadArgument:
     rows: bool = False
 
     def heads_of(self, shape: Sequence[int], rows: int) -> int:
-        """The heads that a tensor has, for a batch of so many rows; 0 if it is of another kind."""
+        """The number of heads in a tensor of this shape, for a batch of `rows`; 0 for another number of dimensions."""
         if len(shape) != (4 if self.dimension else 3):
             return 0
         return shape[1] if self.dimension else shape[0] // (rows if self.rows else 1)
@@ -127,13 +127,13 @@ class AttentionSizes:
     """A module whose forward depends on the number of heads, and mixes positions.
 
     Attributes:
-        name: its path; the module that holds the column-parallel layers, or one inside of it.
-        sizes: attributes to set on it, so that its own forward computes the heads of one rank: numbers of heads and of
-            their features, and its configuration with such numbers where the forward reads that.
-        heads: of all ranks.
-        arguments: those of which a rank reads its heads' part.
-        narrow: whether its forward reads the features of a rank's heads off the width of its input.
-        reuses: whether it reads keys and values that another module has made.
+        name: path of the module that holds the column-parallel layers, or of one inside.
+        sizes: attributes to set on it, so that its own forward computes one rank's heads: numbers of heads and of
+            their features, and its configuration with such numbers if the forward reads it.
+        heads: number over all ranks.
+        arguments: arguments that a rank cuts to its heads.
+        narrow: whether its forward takes the features of a rank's heads from the width of its input.
+        reuses: whether it reads keys and values of another module.
     """
 
     name: str
@@ -146,15 +146,15 @@ class AttentionSizes:
 
 @dataclass(frozen=True, slots=True)
 class FoundLayers:
-    """What is found in a model for so many ranks.
+    """The split of a model for a number of ranks.
 
     Attributes:
         layers: all modules with parameters of their own, in the model's order; none for one rank.
-        attentions: those that are split.
-        blocks: paths of the blocks that work on parts of sequences under sequence parallelism, in their order; one
-            tuple for each stack (T5 has an encoder and a decoder). Without sequence parallelism, those of all stacks.
-        whole_sequences: stacks whose blocks work on whole sequences although sequence parallelism is on, by path, with
-            the reason.
+        attentions: the split attention modules.
+        blocks: paths of the blocks that work on parts of sequences under sequence parallelism, in order; one tuple
+            for each stack (T5 has an encoder and a decoder). Without sequence parallelism, the blocks of all stacks.
+        whole_sequences: stacks whose blocks work on whole sequences despite sequence parallelism, by path, with the
+            reason.
     """
 
     layers: tuple[FoundLayer, ...] = ()
@@ -164,18 +164,18 @@ class FoundLayers:
 
     @property
     def splits(self) -> bool:
-        """Whether anything is split."""
+        """Whether any layer is split."""
         return any(layer.style is not Style.WHOLE for layer in self.layers)
 
     @property
     def adapted(self) -> bool:
-        """Whether a trial of the whole model must show that it is right: modules need more than sizes."""
+        """Whether modules need more than sizes, so that a trial of the whole model is required."""
         of_layers = any(layer.gathers or layer.shared for layer in self.layers)
         return of_layers or any(each.arguments or each.narrow or each.reuses for each in self.attentions)
 
 
 def check_splits(found: FoundLayers, model: str, ranks: int) -> None:
-    """Refuse to split a model of which nothing can be split.
+    """Refuse a model without a layer that can be split.
 
     Args:
         model: the name of its class.
@@ -195,10 +195,10 @@ def check_splits(found: FoundLayers, model: str, ranks: int) -> None:
 
 
 def refuse_copies(found: FoundLayers, ranks: int) -> None:
-    """Refuse features that several ranks hold where each rank would round their moments beside others.
+    """Refuse copies of features on several ranks under 8-bit moments, whose blocks differ between the ranks.
 
     Raises:
-        PlanError: naming the layer.
+        PlanError: with the layer's name.
     """
     for layer in found.layers:
         if layer.style is Style.COLUMN and any(segment.copies(ranks) > 1 for segment in layer.segments):

@@ -1,6 +1,6 @@
-"""Groups of layers that are split together: column-parallel ones, and the row-parallel one that reads what they make.
+"""Groups of layers to split: column-parallel layers, and the row-parallel layer that reads their output.
 
-They come from a plan that names layers, or from the structure of modules: names suggest them, shapes must agree.
+A plan names them, or the structure of modules suggests them: by names, with shapes that agree.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ from zeroshard.tensor.find.linear import linear_features
 
 
 class Source(StrEnum):
-    """Where a group comes from."""
+    """The origin of a group."""
 
     USER = "layers"
     MODEL = "model's plan"
@@ -28,13 +28,13 @@ class Source(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Layers that are split together.
+    """Column-parallel layers and the row-parallel layer behind them.
 
     Attributes:
-        columns: paths of the column-parallel ones, of one module.
-        row: path of the row-parallel one.
-        source: where the group comes from.
-        said: by which words, of each layer.
+        columns: paths of the column-parallel layers, all of one module.
+        row: path of the row-parallel layer.
+        source: origin of the group.
+        said: the reason of each layer, by path.
         certain: whether the code between the layers is known.
         gathered: whether a plan gathers features between them.
     """
@@ -53,7 +53,7 @@ class Group:
 
     @property
     def around(self) -> str:
-        """The innermost module around all the layers."""
+        """The innermost module that contains all the layers."""
         parts, others = self.holder.split("."), self.row.split(".")[:-1]
         both = takewhile(lambda pair: pair[0] == pair[1], zip(parts, others, strict=False))
         return ".".join(part for part, _ in both)
@@ -68,13 +68,13 @@ ELEMENTWISE = (  # modules of torch that work on each feature alone
 def planned_groups(
     order: Sequence[str], planned: Mapping[str, PlannedLayer], source: Source
 ) -> tuple[list[Group], dict[str, str]]:
-    """The groups of a plan, and for layers that belong to none the reason.
+    """The groups of a plan, and the reasons of its layers without a group.
 
     Args:
         order: all paths of the model.
 
     Raises:
-        PlanError: layers of the user's plan that belong to none.
+        PlanError: a layer of the user's plan has no group.
     """
     columns = [path for path in order if path in planned and planned[path].style is Style.COLUMN]
     rows = [path for path in order if path in planned and planned[path].style is Style.ROW]
@@ -108,10 +108,10 @@ def planned_groups(
 
 
 def own_groups(modules: Mapping[str, nn.Module], free: Callable[[str], bool]) -> Iterator[Group]:
-    """The groups that the structure of modules suggests.
+    """Groups by the structure of modules.
 
     Args:
-        free: whether nothing is said about a module.
+        free: whether no plan names a module.
     """
     for name, module in modules.items():
         if type(module).forward is nn.Sequential.forward:
@@ -125,13 +125,13 @@ def own_groups(modules: Mapping[str, nn.Module], free: Callable[[str], bool]) ->
 
 
 def _linears(module: nn.Module) -> dict[str, int]:
-    """The linear layers that a module holds, with the features that each makes."""
+    """The linear layers that a module holds, with their numbers of output features."""
     found = {name: linear_features(child) for name, child in module.named_children()}
     return {name: features.outputs for name, features in found.items() if features is not None}
 
 
 def _attention(modules: Mapping[str, nn.Module], name: str) -> list[tuple[list[str], str, bool]]:
-    """Projections to queries, keys and values by their names, and that of the output, in the module or beside it."""
+    """Projections to queries, keys and values by name, and the output projection, in the module or in a sibling."""
     linears = _linears(modules[name])
     query, key, value, fused, output = (
         next((n for n in names if n in linears), None)
@@ -154,7 +154,7 @@ def _inside(modules: Mapping[str, nn.Module], name: str) -> Iterator[str]:
 
 
 def _beside(modules: Mapping[str, nn.Module], name: str, features: int) -> Iterator[str]:
-    """Linear layers of modules beside one, which may read what that makes."""
+    """Output projections in sibling modules that may read a module's `features` outputs."""
     parent, _, own = name.rpartition(".")
     for child, module in modules[parent].named_children() if own else ():
         for n in _linears(module) if child != own else ():
@@ -164,7 +164,7 @@ def _beside(modules: Mapping[str, nn.Module], name: str, features: int) -> Itera
 
 
 def _feed_forward(modules: Mapping[str, nn.Module], name: str) -> list[tuple[list[str], str, bool]]:
-    """Layers that widen and one that comes back, by names, else by shapes where a module holds just these."""
+    """Up projections and one down projection, by names; by shapes if the module holds no other linear layers."""
     module = modules[name]
     linears = _linears(module)
     ups, downs = [n for n in linears if n in feed_forward.UP], [n for n in linears if n in feed_forward.DOWN]
@@ -186,7 +186,7 @@ def _feed_forward(modules: Mapping[str, nn.Module], name: str) -> list[tuple[lis
 
 
 def _in_sequence(module: nn.Module, name: str) -> Iterator[tuple[list[str], str, bool]]:
-    """Pairs of linear layers of a sequence of modules, between which each feature is worked on alone."""
+    """Pairs of linear layers of an nn.Sequential with only elementwise modules between them."""
     first: str | None = None
     for child, each in module.named_children():
         features = linear_features(each)

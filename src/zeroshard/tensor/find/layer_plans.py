@@ -1,7 +1,7 @@
-"""Plans that name layers: the user's, and those that models of transformers bring along.
+"""Plans that name layers: the user's, and the `_tp_plan` of models of transformers.
 
-A pattern is a path of a module in which `*` stands for anything in one part, as `layers.*.mlp.up_proj`; the path may
-leave out that of a model of transformers around it (`model.`).
+A pattern is a module's path in which `*` matches within one component, as in `layers.*.mlp.up_proj`; the prefix of a
+model of transformers (`model.`) may be left out.
 """
 
 import difflib
@@ -42,14 +42,14 @@ REFUSED = {  # and why
 
 @dataclass(frozen=True, slots=True)
 class PlannedLayer:
-    """What a plan says of one module.
+    """The entry of a plan for one module.
 
     Attributes:
-        style: how it is to be split; `WHOLE` for all that is in it too.
-        said: by which words, and where.
+        style: how to split it; `WHOLE` covers all modules inside.
+        said: the plan's own text and its source.
         gathered: whether the plan gathers features between a column-parallel and a row-parallel layer, because their
-            order does not allow to split them evenly (fused projections), or because something needs them all.
-        refused: why a style of the plan cannot be carried out; "" if it can.
+            order prevents an even split (fused projections), or because a layer needs all of them.
+        refused: why a style of the plan is not supported; "" if it is.
     """
 
     style: Style
@@ -59,7 +59,7 @@ class PlannedLayer:
 
 
 def user_layers(model: nn.Module, styles: Sequence[tuple[str, str]]) -> dict[str, PlannedLayer]:
-    """What the user's patterns say of modules, by path.
+    """Entries of the user's patterns, by path of the module.
 
     Raises:
         PlanError: a pattern that matches nothing, a style that is unknown or does not fit, a layer that is named twice.
@@ -84,7 +84,7 @@ def user_layers(model: nn.Module, styles: Sequence[tuple[str, str]]) -> dict[str
 
 
 def model_layers(model: nn.Module) -> dict[str, PlannedLayer]:
-    """What the plans of models of transformers in `model` say of their modules, by path."""
+    """Entries of the plans of the models of transformers in `model`, by path of the module."""
     found: dict[str, PlannedLayer] = {}
     roots: list[str] = []
     for root, module in model.named_modules():
@@ -110,10 +110,10 @@ def model_layers(model: nn.Module) -> dict[str, PlannedLayer]:
 
 
 def _planned(text: str, said: str) -> PlannedLayer | None:
-    """What a style says; None where a layer need not do anything.
+    """The entry for a style; None for a style that needs no split.
 
     Raises:
-        PlanError: no such style.
+        PlanError: an unknown style in the user's plan.
     """
     if text in REFUSED:
         return PlannedLayer(Style.WHOLE, said, refused=REFUSED[text])
@@ -129,13 +129,13 @@ def _planned(text: str, said: str) -> PlannedLayer | None:
 
 
 def _fitting(module: nn.Module, planned: PlannedLayer) -> PlannedLayer:
-    """For an embedding that is split by rows, as torch's RowwiseParallel says it, the style of its vocabulary."""
+    """The entry for this module: torch's RowwiseParallel of an embedding becomes `EMBEDDING`."""
     rows = isinstance(module, nn.Embedding) and planned.style is Style.ROW
     return replace(planned, style=Style.EMBEDDING) if rows else planned
 
 
 def _named(module: nn.Module, path: str, planned: PlannedLayer) -> Iterator[tuple[str, PlannedLayer]]:
-    """The modules that a match names, and how: with `WHOLE` all that are in it, else itself.
+    """The modules of a match with their entries: for `WHOLE` all modules inside, else the module itself.
 
     Raises:
         PlanError: the style does not fit the module.
@@ -159,7 +159,7 @@ def _named(module: nn.Module, path: str, planned: PlannedLayer) -> Iterator[tupl
 
 
 class _Paths:
-    """The paths of a model's modules, as patterns may write them."""
+    """The paths of a model's modules in all forms that patterns may have."""
 
     def __init__(self, model: nn.Module) -> None:
         self._paths = [path for path, _ in model.named_modules() if path]
@@ -173,7 +173,7 @@ class _Paths:
         return [path for path in self._paths if any(_matches(way, wanted) for way in self._ways(path))]
 
     def near(self, pattern: str) -> str:
-        """A sentence with paths that are like a pattern."""
+        """A sentence with paths similar to a pattern."""
         ways = dict.fromkeys(every(way) for path in self._paths for way in self._ways(path))
         near = difflib.get_close_matches(every(pattern), ways, n=NEAR)
         offered = f" Did you mean {' or '.join(map(repr, near))}?"

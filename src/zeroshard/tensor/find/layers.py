@@ -1,9 +1,8 @@
-"""The search for layers that can be split: by the user's plan, by that of the model, or by its structure.
+"""The search for layers to split: by the user's plan, the model's plan, or the structure of modules.
 
-Layers come in groups: column-parallel ones and the row-parallel one that reads what they make (Megatron-LM,
-1909.08053). Of each module, what the user says of its layers decides; else what the plan of a model of transformers
-says; else what its structure suggests. A group is split only if its forward agrees ([Note: Trials]); what is not
-certain stays whole, with a reason.
+Layers come in groups: column-parallel layers and the row-parallel layer that reads their output (Megatron-LM,
+1909.08053). For each module the user's plan decides; else the plan of a model of transformers; else its structure.
+A group is split only if a trial of its forward agrees ([Note: Trials]); uncertain layers stay whole, with a reason.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -49,9 +48,9 @@ WHOLE: tuple[tuple[type[nn.Module], str], ...] = (  # with all that is in them
 
 
 def find(model: nn.Module, ranks: int, policy: TensorParallel) -> FoundLayers:
-    """How the layers of a model are split among so many ranks.
+    """The split of a model's layers among `ranks`.
 
-    It reads shapes only, so that the model may be on the meta device, and changes nothing.
+    It reads shapes only, so the model may be on the meta device, and changes nothing.
 
     Raises:
         PlanError: heads or features that the ranks do not divide; patterns of the user that match nothing, contradict
@@ -100,7 +99,7 @@ class _Search:
         self._holders: dict[nn.Parameter, str] = {}  # of parameters that are split
 
     def found(self) -> FoundLayers:
-        """All of it."""
+        """The split of the whole model."""
         user = user_layers(self._model, self._policy.styles or ())
         plan = model_layers(self._model)
         known = known_vocabulary(self._modules)
@@ -147,7 +146,7 @@ class _Search:
     def _groups(
         self, user: dict[str, PlannedLayer], plan: dict[str, PlannedLayer], outputs: set[str]
     ) -> Iterator[Group]:
-        """The groups to try, those of the user first."""
+        """The groups to try: the user's, then the model's plan, then the structure."""
         order = list(self._modules)
         self._reasons |= {p: each.said for p, each in user.items() if each.style is Style.WHOLE}
         groups, _ = planned_groups(order, _without(user, outputs), Source.USER)
@@ -169,10 +168,10 @@ class _Search:
         yield from own_groups(self._modules, lambda path: free(path) and path not in outputs)
 
     def _split(self, group: Group) -> None:
-        """Split a group of layers if its forward agrees.
+        """Split a group of layers if its trial agrees.
 
         Raises:
-            PlanError: it is the user's, and its forward does not.
+            PlanError: the user's plan names the group, and it cannot be split.
         """
         holder = self._modules[group.holder]
         attention = is_attention(holder, group.columns)
@@ -214,7 +213,7 @@ class _Search:
             self._reasons[path] = f"{kind} of {type(holder).__name__}: {reason}"
 
     def _trusts(self, group: Group, layout: SplitLayout) -> bool:
-        """Whether a group may be split that cannot be tried."""
+        """Whether a group may be split without a trial."""
         if class_path(self._modules[group.holder]) in KNOWN:
             return True
         planned = group.source is Source.USER or (group.source is Source.MODEL and not group.gathered)
@@ -273,7 +272,7 @@ class _Search:
         return any(isinstance(module, nn.ModuleList) for module in around)
 
     def _layer(self, path: str, module: nn.Module) -> FoundLayer:
-        """What is found of a module: it is split, or whole with a reason."""
+        """The layer of a module: split, or whole with a reason."""
         if path in self._layers:
             return self._layers[path]
         reason = self._reasons.get(path)
@@ -283,7 +282,7 @@ class _Search:
         return FoundLayer(path, Style.WHOLE, (), reason)
 
     def _why_whole(self, module: nn.Module) -> str:
-        """Why a module of which nothing is said is whole."""
+        """Why a module outside of all plans and groups is whole."""
         kind = type(module).__name__
         if linear_features(module):
             return "no layer was found that makes what it reads, or reads what it makes, feature by feature"
@@ -297,7 +296,7 @@ class _Search:
 
 
 def _without(planned: Mapping[str, PlannedLayer], outputs: set[str]) -> dict[str, PlannedLayer]:
-    """The layers of a plan that lie in groups, without those of the vocabulary."""
+    """The layers of a plan, without those of the vocabulary and those with an unsupported style."""
     return {path: each for path, each in planned.items() if path not in outputs and not each.refused}
 
 
@@ -306,7 +305,7 @@ def _own(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _attention_of(path: str, name: str, layout: SplitLayout) -> AttentionSizes:
-    """What a layout says of the module at `path`, under a name; what is beside sizes is of the first of its modules."""
+    """The layout's entry for the module at `path`, under `name`; only the first module has arguments and `narrow`."""
     first = path == next(iter(layout.sizes))
     arguments, narrow = (layout.arguments, layout.narrow) if first else ((), False)
     return AttentionSizes(name, layout.sizes[path], layout.number, arguments, narrow, layout.reuses)
@@ -316,7 +315,7 @@ def _beside(layout: SplitLayout, partial: Sequence[str]) -> Iterator[FoundLayer]
     """Whole layers that need more than sizes.
 
     Args:
-        partial: of the norms, those that work on features of a rank; all, where none is given.
+        partial: the norms to include, by path; all if empty.
     """
     for path, segments in layout.gathers.items():
         if path in partial or not partial:
@@ -328,10 +327,10 @@ def _beside(layout: SplitLayout, partial: Sequence[str]) -> Iterator[FoundLayer]
 
 
 def _check_shared(layers: Mapping[str, FoundLayer], modules: Mapping[str, nn.Module]) -> None:
-    """Refuse a parameter of several modules that are split in different ways.
+    """Refuse a parameter that several modules share but split differently.
 
     Raises:
-        PlanError: naming both.
+        PlanError: with both names.
     """
     holders: dict[nn.Parameter, str] = {}
     split = sorted(layers, key=lambda path: layers[path].style is Style.WHOLE)

@@ -1,4 +1,4 @@
-"""A layout: one way to split layers that belong together, column-parallel ones and the row-parallel one behind them."""
+"""A layout: one way to split column-parallel layers and the row-parallel layer behind them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,28 +9,28 @@ from zeroshard.tensor.find.found import HeadArgument, Segment
 
 
 class CannotSplit(Exception):
-    """Layers that stay whole, with the reason."""
+    """The layers cannot be split; the message is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class SplitLayout:
-    """One way to split some layers that belong together.
+    """One way to split the layers of a group.
 
     Attributes:
-        segments: of each layer by its path, the row-parallel one included.
-        heads: embeddings with a column per head, by path.
-        partial: other modules that seem to work on each head alone, by path.
-        unknown: other modules with parameters, of which that is not so.
+        segments: of each layer by path, the row-parallel one included.
+        heads: modules with a row or a column per head, by path.
+        partial: paths of other modules whose parameters have the size of one head (per-head norms).
+        unknown: paths of the other modules with parameters.
         sizes: attributes to set, by the path of their module.
-        reasons: what each layer holds, by path.
+        reasons: each layer's share, by path.
         head_size: features of a head; 0 without heads.
-        certain: whether the order of features is known, and not only supposed.
-        number: of heads; 0 without.
-        arguments: of the attention module, which are made for all heads.
-        narrow: whether its forward reads the features of its heads off its input.
+        certain: whether the order of features is known.
+        number: number of heads; 0 without.
+        arguments: arguments of the attention module that are made for all heads.
+        narrow: whether its forward takes the features of its heads from the width of its input.
         gathers: norms over the features of all heads, by path, with the segments that a rank keeps.
-        shared: whole layers, by path, with how many of their last features all heads read.
-        reuses: whether keys and values come from elsewhere, so that a trial of the module alone shows nothing.
+        shared: whole layers, by path, with the number of last features that all heads read.
+        reuses: whether keys and values come from another layer, so that a trial of the module alone shows nothing.
     """
 
     segments: Mapping[str, tuple[Segment, ...]]
@@ -50,7 +50,7 @@ class SplitLayout:
 
     @property
     def adapted(self) -> bool:
-        """Whether modules need more than sizes, so that a trial must show that it is right."""
+        """Whether modules need more than sizes, so that a trial is required."""
         return bool(self.arguments or self.narrow or self.gathers or self.shared)
 
 
@@ -68,11 +68,11 @@ class DoesNotDivide(Exception):
     """One module whose heads or features the ranks do not divide.
 
     Attributes:
-        path: of the module.
-        found: the module, and the number that it has.
-        why: what the ranks do not do.
-        fine: numbers of ranks that would do.
-        called: the module in the advice to leave it whole.
+        path: path of the module.
+        found: text: the module and its number of heads or features.
+        why: text: how the ranks do not fit.
+        fine: numbers of ranks that fit.
+        called: the module's name in the advice to leave it whole.
     """
 
     def __init__(self, path: str, found: str, why: str, fine: Sequence[int], called: str) -> None:
@@ -81,7 +81,7 @@ class DoesNotDivide(Exception):
 
 
 def refusal(found: Sequence[DoesNotDivide], ranks: int) -> PlanError:
-    """The error that names each kind of module once, and numbers of ranks that suit all."""
+    """The error with each kind of module once, and numbers of ranks that fit all."""
     kinds = {every(each.path): each for each in reversed(found)}
     first, *others = list(kinds.values())[::-1]
     fine = [number for number in first.fine if all(number in each.fine for each in others)]

@@ -1,4 +1,4 @@
-"""Linear layers as torch and transformers have them: the features of each, and whether its forward is the plain one."""
+"""Linear layers of torch and transformers: their features, and whether their forward is the plain one."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +26,7 @@ class LinearFeatures:
 
 
 def class_path(module: nn.Module) -> str:
-    """The class of a module with the Python module that defines it, by which classes are known."""
+    """The full name of a module's class."""
     return f"{type(module).__module__}.{type(module).__qualname__}"
 
 

@@ -1,11 +1,11 @@
-"""Trials of a whole model: in small, computed whole and as its ranks would, outputs and gradients compared.
+"""Trials of a small model: it runs whole and as each rank would, and outputs and gradients are compared.
 
-[Note: ranks one after the other] A trial of one module does not see what layers hand to each other beside the stream
-between blocks: keys and values that several layers read, biases made once for all heads. So the model is run in small
-([Note: models in small]) and differentiated, and then again as each rank has it. Ranks need not run at once: what a
-row-parallel layer adds up over ranks, and what the input of a column-parallel one gets as its gradient, is taken from
-the run of the whole model, and each rank's own share is kept. If the shares of all ranks add up to what was taken, and
-each rank has the outputs and the gradients of the whole model, so would ranks that send each other these sums.
+[Note: ranks one after the other] A trial of one module does not see the tensors that layers share beside the residual
+stream: keys and values that several layers read, biases made once for all heads. So the small model
+([Note: models in small]) is run and differentiated whole, and then once for each rank. Ranks need not run at once: the
+sum of a row-parallel layer and the gradient of a column-parallel layer's input are read from the run of the whole
+model, and each rank's own share is kept. If the shares of all ranks add up to these sums, and each rank has the
+outputs and gradients of the whole model, the split is right.
 """
 
 from collections import Counter
@@ -30,19 +30,19 @@ Key = tuple[str, int]
 
 
 def equal(a: Tensor, b: Tensor, largest: float) -> bool:
-    """Whether gradients are equal but for rounding, beside the largest one: some are zero but for that (key biases)."""
+    """Whether gradients are equal up to rounding of the `largest` gradient: some are zero but for it (key biases)."""
     scale = max(float(b.abs().max()) if b.numel() else 0.0, ROUNDING * largest)
     return a.shape == b.shape and (not a.numel() or float((a - b).abs().max()) <= TOLERANCE * scale)
 
 
 @dataclass
 class Tape:
-    """What a run of the whole model has at the borders of split layers, and the shares of ranks.
+    """Sums at the borders of split layers in a run of the whole model, and the ranks' shares of them.
 
     Attributes:
-        rank: that runs; None for the whole model.
+        rank: the rank that runs; None for the whole model.
         sums: outputs of row-parallel layers, by path and number of the call.
-        gradients: of inputs of column-parallel layers.
+        gradients: gradients of the inputs of column-parallel layers.
         shares: of both, added up over the ranks that have run.
     """
 
@@ -53,7 +53,7 @@ class Tape:
     calls: Counter[str] = field(default_factory=Counter)
 
     def begin(self, rank: int | None) -> None:
-        """A run begins."""
+        """Begin a run of a rank, or of the whole model (None)."""
         self.rank = rank
         self.calls.clear()
         if rank is None:
@@ -65,7 +65,7 @@ class Tape:
         return path, self.calls[path]
 
     def entered(self, path: str, x: Tensor) -> Tensor:
-        """x, of which the gradient is summed over the ranks."""
+        """x; its gradient is summed over the ranks."""
         key = self._key(path)
         if not x.requires_grad:
             return x
@@ -82,7 +82,7 @@ class Tape:
         return x
 
     def shared(self, path: str, x: Tensor, features: int) -> Tensor:
-        """x, of which the gradient of the last features is summed over the ranks."""
+        """x; the gradient of its last features is summed over the ranks."""
         key, x = self._key(path), x.view_as(x)
 
         def note(gradient: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ class Tape:
         return self.sums[key] + (y - y.detach())
 
     def gathered(self, path: str, x: Tensor, pieces: Sequence[Piece]) -> Tensor:
-        """The features of all ranks, of which x has some."""
+        """The features of all ranks; x has this rank's."""
         key = self._key(path)
         if self.rank is None:
             self.sums[key] = x.detach()
@@ -125,7 +125,7 @@ class Tape:
         self.shares[kind, key] = share.clone() if before is None else before + share
 
     def differing(self) -> str:
-        """The first layer of which the shares do not add up; "" if there is none."""
+        """The first layer whose shares do not add up; "" if there is none."""
         for key, whole in self.sums.items():
             share = self.shares.get(("output", key))
             if share is None or not alike(share, whole, TOLERANCE):
@@ -177,7 +177,7 @@ class ModelTrial:
     """A trial of a split of a model.
 
     Args:
-        layers: of the model, by path; attentions: their sizes.
+        layers: the model's layers, by path; attentions: their sizes.
     """
 
     def __init__(
@@ -190,10 +190,10 @@ class ModelTrial:
         self._width = features.inputs if features is not None else 1
 
     def run(self) -> str:
-        """What differs; "" if nothing does.
+        """The first difference from the whole model; "" if there is none.
 
         Raises:
-            CannotRun: the model cannot be run in small.
+            CannotRun: the small model fails.
         """
         with apart(), torch.enable_grad():
             weights, tape, problem = TrialWeights(), Tape(), None
@@ -229,7 +229,7 @@ class ModelTrial:
             return problem_at or next((f"the gradient of {'.'.join(key)}" for key in wrong), "")
 
     def _share(self, sums: dict[Any, Tensor], key: tuple[str, str], part: Tensor, whole: Tensor, rank: int) -> None:
-        """Add a rank's part of a gradient in its place."""
+        """Add a rank's part of a gradient to the sum, at its features."""
         total = sums.setdefault(key, torch.zeros_like(whole))
         if part.shape == whole.shape:
             total += part
@@ -243,7 +243,7 @@ class ModelTrial:
     def _compute(
         self, weights: TrialWeights, tape: Tape, rank: int | None, deep: bool
     ) -> tuple[list[Tensor], dict[tuple[str, str], Tensor]]:
-        """Outputs, and gradients of parameters but those of stand-ins for products."""
+        """Outputs, and gradients of parameters except the stand-ins' own factors."""
         stands: dict[str, nn.Module] = {}
         for path, layer in self._layers.items():
             if layer.style in (Style.COLUMN, Style.ROW):
@@ -284,9 +284,9 @@ _verdicts: dict[Any, str] = {}
 
 
 def differing(model: nn.Module, found: FoundLayers, ranks: int) -> str:
-    """What differs between a model whose layers are split so, and the whole one; "" if nothing does.
+    """The first difference between the split model and the whole one; "" if there is none.
 
-    Where the model cannot be run in small, it is the reason if a split needs more than sizes, and else "".
+    If the small model fails: the reason if the split needs more than sizes, else "".
     """
     layers = {layer.name: layer for layer in found.layers}
     if not any(layer.style in (Style.COLUMN, Style.ROW) for layer in layers.values()):

@@ -1,10 +1,10 @@
-"""A model in small: one forward of a copy, which shows with which arguments modules are called, and what they share.
+"""Small models: one forward of a narrow copy records the arguments of each module's call.
 
 [Note: models in small] A trial of one module must call it as its model does: with masks, positions of several kinds,
 biases for all heads, states of other layers. So the model's own forward runs once, on a few tokens, in a copy whose
-linear layers are products of two narrow matrices and whose embeddings have a few rows, so that the cost does not depend
-on the width or on the vocabulary. Of blocks that are alike only the first two compute; the others pass on what they
-get. Parameters of other modules are random; modules with very many (experts) are replaced by a function of their input.
+linear layers are products of two narrow matrices and whose embeddings have a few rows: the cost does not depend on the
+width or the vocabulary. Of equal blocks only the first two compute; the others return their input. Parameters of other
+modules are random; modules with very many (experts) are replaced by a function of their input.
 """
 
 import inspect
@@ -28,11 +28,11 @@ Stand = Callable[[str, nn.Module], nn.Module]
 
 
 class CannotRun(Exception):
-    """A model that cannot be run in small, with the reason."""
+    """The small model fails; the message is the reason."""
 
 
 class NarrowLinear(nn.Module):
-    """Stands for a linear layer: a product of two matrices of RANK columns and rows.
+    """A stand-in for a linear layer: a product of two matrices of RANK columns and rows.
 
     Attributes:
         read: [I, RANK]; made: [RANK, O].
@@ -63,7 +63,7 @@ class NarrowLinear(nn.Module):
 
 
 class FewRows(nn.Embedding):
-    """Stands for an embedding: a few rows, and numbers modulo their number."""
+    """A stand-in for an embedding: a few rows, looked up modulo their number."""
 
     def __init__(self, weights: TrialWeights, path: str, module: nn.Embedding) -> None:
         nn.Module.__init__(self)
@@ -84,13 +84,13 @@ class FewRows(nn.Embedding):
 
 
 def _note_read(module: nn.Module, name: str) -> None:
-    """Remember that something reads the weight that a stand-in shows."""
+    """Record a read of a stand-in's weight."""
     if name == "weight":
         vars(module)["elsewhere"] = True
 
 
 class _Same(nn.Module):
-    """Stands for a module with very many parameters: gives what it gets."""
+    """A stand-in for a module with very many parameters: half of its input."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """[..., D] to [..., D]."""
@@ -98,10 +98,10 @@ class _Same(nn.Module):
 
 
 class SmallModel:
-    """A copy of a model in small.
+    """A small copy of a model.
 
     Args:
-        stand: makes what stands for a module at a path, where a trial has one of its own; None elsewhere.
+        stand: stand-ins of a trial, by path.
         deep: whether all blocks compute.
 
     Attributes:
@@ -141,7 +141,7 @@ class SmallModel:
         return _Same() if own > MOST else None
 
     def _pass(self, block: Any, like: str) -> nn.Module:
-        """A block that gives what it gets, in the form of the output of the one that it is like."""
+        """A block that returns its input, in the structure of the output of the equal block at `like`."""
         kind: Any = type(block)
         made: Any = kind.__new__(kind)
         vars(made).update({**vars(block), **vars(nn.Module()), "training": False})
@@ -159,13 +159,13 @@ class SmallModel:
         return self._weights.drawn((path, name), shape)
 
     def run(self, width: int, begin: Callable[[], None] = lambda: None) -> Any:
-        """Its output for a few tokens, or for an activation [B, T, `width`] if it takes none.
+        """The output for a few tokens, or for an activation [B, T, `width`] if the model takes no tokens.
 
         Args:
             begin: called before each try.
 
         Raises:
-            CannotRun: none of both.
+            CannotRun: all tries failed.
         """
         tokens = torch.arange(BATCH * TOKENS).reshape(BATCH, TOKENS).flip(1) % ROWS
         names = inspect.signature(type(self._model).forward).parameters
@@ -188,7 +188,7 @@ class SmallModel:
 
 
 def _passing(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Blocks that need not compute, with one that they are like."""
+    """Paths of blocks that need not compute, each with the path of an equal block."""
     for path, module in model.named_modules():
         if not isinstance(module, nn.ModuleList) or len(module) <= COMPUTED:
             continue
@@ -202,7 +202,7 @@ def _passing(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def likeness(module: nn.Module) -> tuple[Any, ...]:
-    """What modules have in common whose forwards do the same."""
+    """A key of a module's structure: classes, shapes and plain attributes; equal keys, equal forwards."""
     kinds = []
     for path, inner in module.named_modules():
         shapes = tuple((name, tuple(p.shape)) for name, p in inner.named_parameters(recurse=False))
@@ -212,13 +212,13 @@ def likeness(module: nn.Module) -> tuple[Any, ...]:
 
 
 class Calls:
-    """How the modules of a model are called.
+    """The arguments of each module's call in a forward of the small model.
 
     Attributes:
-        problem: why this is not known; "" if it is.
+        problem: why the forward failed; "" if it ran.
         embeddings: paths of embeddings that look up the tokens.
-        outputs: paths of linear layers whose output is that of the model.
-        elsewhere: paths of embeddings and linear layers whose weight is read without calling them.
+        outputs: paths of linear layers whose output is the model's.
+        elsewhere: paths of embeddings and linear layers whose weight is read outside of their forward.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -268,7 +268,7 @@ class Calls:
         self._calls.setdefault(path, taken(args, kwargs))
 
     def vocabulary(self, modules: Mapping[str, nn.Module]) -> list[str]:
-        """Embeddings that look up tokens and the output layer with as many logits, where nothing else reads them."""
+        """Embeddings of tokens and the output layer of the same vocabulary, if no other code reads their weights."""
         found: list[str] = []
         for path in dict.fromkeys(self.embeddings):
             rows = [
@@ -281,12 +281,12 @@ class Calls:
         return found
 
     def of(self, path: str) -> tuple[Any, Any] | None:
-        """Arguments of a call of a module, to be copied; None where they are not known."""
+        """Arguments of a module's call, for `taken` to copy; None if unknown."""
         return self._calls.get(path)
 
 
 def tensors(tree: Any) -> list[Tensor]:
-    """The tensors of an output, those of a dataclass or of an output of transformers among them."""
+    """The tensors of an output; also of a dataclass or an output of transformers."""
     leaves = tree_flatten(dict(tree) if isinstance(tree, Mapping) else tree)[0]
     found = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     return found or [value for leaf in leaves if hasattr(leaf, "__dict__") for value in vars(leaf).values()

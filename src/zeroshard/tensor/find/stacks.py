@@ -1,11 +1,11 @@
 """Stacks of blocks, and whether their blocks can work on parts of sequences (2205.05198, section 4.2.2).
 
 [Note: Positions apart]
-Between split layers, sequence parallelism gives each rank some positions. That is right where a block treats every
-position alike and alone, apart from its attention; so must blocks without split layers that stand between others.
-Blocks of transformers all of whose linear layers are split are known to. Of another block a copy is tried, with
-stand-ins for attention and linear layers that cost nothing: a change of one position must change that position alone,
-and other places for all positions must give them other places.
+Between split layers, sequence parallelism gives each rank some positions. This is right if a block applies the same
+function to each position, apart from its attention; the same holds for blocks without split layers between others.
+Blocks of transformers with all linear layers split satisfy it. Of another block a copy is tried, with cheap stand-ins
+for attention and linear layers: a change of one position must change only its output, and a permutation of the
+positions must permute the output.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,7 +42,7 @@ Call = tuple[Any, Any]
 
 
 def stacks_of(modules: Mapping[str, nn.Module], found: Found) -> Iterator[tuple[str, list[str]]]:
-    """The stacks that have split layers: the path of a list of modules, and those of its blocks in order."""
+    """The stacks with split layers: the path of a list of modules, and the paths of its blocks in order."""
     rows = [f"{path}." for path, layer in found.items() if layer.style is Style.ROW]
     inside: list[str] = []
     for path, module in modules.items():
@@ -63,7 +63,7 @@ def why_whole_sequences(
     modules: Mapping[str, nn.Module], path: str, blocks: Sequence[str], found: Found,
     attentions: Sequence[AttentionSizes], calls: Calls,
 ) -> str:  # fmt: skip
-    """Why the blocks of a stack, the list at `path`, cannot work on parts of sequences; "" if they can."""
+    """Why the blocks of the stack at `path` cannot work on parts of sequences; "" if they can."""
     names = [attention.name for attention in attentions]
     held = list(modules[path]._modules.values())
     if len(set(held)) < len(held):
@@ -111,7 +111,7 @@ def _why(
 
 
 def _tried(block: nn.Module, name: str, attentions: Sequence[str], found: Found, given: Call | None) -> str:
-    """Try a copy of a block on some positions, with the arguments that its model gives, where they are known."""
+    """Why a copy of the block fails its trial, with the arguments of the model's call if known; "" if it passes."""
     features = [each for each in map(linear_features, block.modules()) if each is not None]
     rows = [path for path, layer in found.items() if layer.style is Style.ROW and path.startswith(f"{name}.")]
     if rows:
@@ -144,7 +144,7 @@ def _tried(block: nn.Module, name: str, attentions: Sequence[str], found: Found,
 
 
 def _copy(block: nn.Module, attentions: Sequence[str], weights: TrialWeights, more: int) -> nn.Module:
-    """A copy of a block whose attention returns `more` values behind the activation."""
+    """A copy of a block whose attention returns `more` values after the activation."""
     stands: dict[str, nn.Module] = {}
     for path, module in block.named_modules():
         features = linear_features(module)

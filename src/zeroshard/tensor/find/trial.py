@@ -1,16 +1,16 @@
-"""Trials of a split: copies of a module compute with all heads and with those of some ranks, and are compared.
+"""Trials of a split: copies of a module compute with all heads and with the heads of some ranks, and are compared.
 
 [Note: Trials]
-Names and shapes suggest how layers are split; whether a forward agrees shows only in what it computes. A trial makes
-copies of a module in which linear layers are replaced: column-parallel ones by layers that read a few features of their
-input, so that they are small whatever the width, others by functions without weights. One copy has all heads, others
-have those of one rank, with the sizes that a split sets. Each is run on the same random input. The row-parallel layer
-must read, on each rank, those features that the whole one reads there, and with the same sum behind it the output must
-be the same. So a projection whose features lie in another order, a norm over all heads or a size that nothing sets is
-found before anything is trained. Parameters on the way from the outputs of the column-parallel layers to the
-row-parallel one work on the features of their rank alone, so that each rank has a part of their gradient.
+Names and shapes suggest a split; only the forward's result confirms it. A trial copies the module with its linear
+layers replaced: column-parallel ones by layers that read a few features of their input, so that they are small
+whatever the width, others by functions without weights. One copy has all heads, others have one rank's heads, with the
+sizes that a split sets. All run on the same random input. The row-parallel layer must read, on each rank, the features
+that the whole one reads there, and with the same sum as its output the module's output must be the same. This detects
+projections with another order of features, norms over all heads and sizes that a split does not set, before training.
+Parameters between the column-parallel layers and the row-parallel one work on their rank's features only, so each rank
+has a part of their gradient.
 
-No value of the model is read, so that a trial gives the same verdict on the meta device and in rehearsals.
+No value of the model is read, so a trial gives the same verdict on the meta device and in rehearsals.
 """
 
 import copy
@@ -41,18 +41,18 @@ LIKE_INPUT = ("input_tensor", "residual")
 
 
 class _Mixed(Exception):
-    """A module whose gradients would be whole in part, and parts of sums in part."""
+    """A module with both whole gradients and parts of sums."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrialVerdict:
-    """What a trial shows.
+    """The verdict of a trial.
 
     Attributes:
-        ran: whether the whole copy ran, so that there is something to compare.
-        agrees: whether the parts gave what the whole one gave.
+        ran: whether the whole copy ran.
+        agrees: whether the ranks' copies agree with the whole one.
         reason: why not.
-        partial: modules whose parameters work on the features of one rank alone.
+        partial: paths of modules whose parameters work on one rank's features only.
     """
 
     ran: bool
@@ -63,18 +63,18 @@ class TrialVerdict:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A split of layers in one module, to be tried; paths are those inside the module.
+    """A trial of a split of layers in one module; paths are relative to the module.
 
     Attributes:
         module: its forward uses all the layers.
         columns: segments of the column-parallel layers.
-        heads: those of embeddings with a column per head.
-        row: the row-parallel layer.
-        row_segments: of its input.
+        heads: segments of modules with a row or a column per head.
+        row: path of the row-parallel layer.
+        row_segments: segments of its input.
         sizes: attributes to set, by path.
         head_size: features of a head, for rotary positions; 0 without heads.
-        given: arguments with which its model calls the module; None where they are not known.
-        attention: what the attention module needs besides.
+        given: arguments of the model's call of the module; None if unknown.
+        attention: needs of the attention module besides sizes.
         layers: modules inside that need more than sizes.
     """
 
@@ -90,7 +90,7 @@ class Trial:
     layers: Sequence[FoundLayer] = ()
 
     def run(self, ranks: int) -> TrialVerdict:
-        """Try the first, the second and the last rank of so many."""
+        """Try the first, the second and the last of `ranks`."""
         width = next(found.inputs for path in self.columns if (found := linear_features(self._at(path))) is not None)
         others = [module for module in self.module.modules() if linear_features(module) is None]
         if sum(p.numel() for module in others for p in module.parameters(recurse=False)) > MOST:
@@ -134,10 +134,10 @@ class Trial:
         rank: int | None,
         ranks: int,
     ) -> tuple[Tensor, Tensor, tuple[str, ...]]:
-        """What the row-parallel layer reads, the output, and the modules with parameters before the former.
+        """The row-parallel layer's input, the output, and the modules whose parameters the former depends on.
 
         Raises:
-            _Mixed: a module makes what all heads read, and what a rank's heads read.
+            _Mixed: the column-parallel layers and the row-parallel layer both depend on a module.
         """
         replaced: dict[str, nn.Module] = {}
         for path, module in self.module.named_modules():
@@ -184,10 +184,10 @@ class Trial:
 
 
 def _before(read: Tensor, copy: nn.Module, split: set[str], shared: Sequence[str] = ()) -> Iterator[str]:
-    """The modules on whose parameters a tensor depends, those that are split apart.
+    """The modules on whose parameters a tensor depends, except the split ones.
 
     Args:
-        shared: those whose gradient is summed where all heads read what they make, so that it is zero here.
+        shared: modules with features that all heads read: their gradient is summed there, and may be zero here.
     """
     if not read.requires_grad:
         return
@@ -199,10 +199,10 @@ def _before(read: Tensor, copy: nn.Module, split: set[str], shared: Sequence[str
 
 
 class _Borders:
-    """The borders of a module that is tried.
+    """The borders of a module under trial.
 
     Attributes:
-        whole: whether the whole module computes.
+        whole: whether the copy with all heads computes.
     """
 
     def __init__(self) -> None:
@@ -210,15 +210,15 @@ class _Borders:
         self._read: dict[str, Tensor] = {}
 
     def entered(self, path: str, x: Tensor) -> Tensor:
-        """x, of which the gradient is summed over the ranks."""
+        """x, detached: its gradient would be summed over the ranks."""
         return x.detach()
 
     def shared(self, path: str, x: Tensor, features: int) -> Tensor:
-        """x, of which the gradient of the last features is summed over the ranks."""
+        """x with its last features detached: their gradient would be summed over the ranks."""
         return torch.cat([x[..., :-features], x[..., -features:].detach()], -1)
 
     def gathered(self, path: str, x: Tensor, pieces: Sequence[Piece]) -> Tensor:
-        """The features of all ranks, of which x has some."""
+        """The features of all ranks; x has this rank's."""
         if self.whole:
             self._read[path] = x.detach()
             return x
@@ -227,21 +227,21 @@ class _Borders:
 
 
 class TrialWeights:
-    """Random numbers from a generator of their own; those of one key are the same for every copy."""
+    """Random numbers from a generator of their own; the same for every copy under one key."""
 
     def __init__(self) -> None:
         self._generator = torch.Generator().manual_seed(0)
         self._made: dict[Any, Tensor] = {}
 
     def drawn(self, key: Any, shape: tuple[int, ...]) -> Tensor:
-        """Normal numbers."""
+        """Normal numbers, fp32."""
         if key not in self._made:
             self._made[key] = torch.randn(shape, generator=self._generator, dtype=torch.float32, device="cpu")
         return self._made[key]
 
 
 class _Column(nn.Module):
-    """Stands for a column-parallel layer, with all of its output features or those of one rank."""
+    """A stand-in for a column-parallel layer, with all output features or one rank's."""
 
     def __init__(
         self, weights: TrialWeights, path: str, outputs: int, module: nn.Module, pieces: list[Piece] | None
@@ -262,10 +262,10 @@ class _Column(nn.Module):
 
 
 class _ByPosition(nn.Module):
-    """Some function of each position alone, with so many features: stands for what is not tried."""
+    """A stand-in for layers outside of the trial: a function of each position alone, with `features` outputs."""
 
     def __init__(self, features: int, more: int = 0) -> None:
-        """`more`: values that it returns behind its output."""
+        """`more`: number of values (None) to return after the output."""
         super().__init__()
         self.out_features, self._more = features, more
         self.weight, self.bias = nn.Parameter(torch.ones(1, device="cpu")), None
@@ -278,7 +278,7 @@ class _ByPosition(nn.Module):
 
 
 class _Row(nn.Module):
-    """Stands for the row-parallel layer: keeps what it reads, and gives the same sum every time."""
+    """A stand-in for the row-parallel layer: it keeps its input, and returns the same sum every time."""
 
     def __init__(self, weights: TrialWeights, outputs: int) -> None:
         super().__init__()
@@ -293,13 +293,13 @@ class _Row(nn.Module):
 
 
 def by_position(features: int, more: int = 0) -> nn.Module:
-    """A module that makes so many features of each position alone, and returns `more` values behind them."""
+    """A module that computes `features` outputs from each position alone, and returns `more` values after them."""
     return _ByPosition(features, more)
 
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """Real tensors on the CPU, whatever mode is on; random numbers, gradients and warnings of the process apart."""
+    """Compute with real tensors on the CPU, outside of all modes; random numbers and warnings of the process stay."""
     with ExitStack() as stack:
         stack.enter_context(_disable_current_modes())
         stack.enter_context(torch.device("cpu"))
@@ -318,12 +318,12 @@ def copy_of(
     path: str = "",
     tables: dict[int, Any] | None = None,
 ) -> Any:
-    """A copy of a module without its hooks, in evaluation mode, with other parameters, and ones in its buffers.
+    """A copy of a module without hooks, in evaluation mode, with other parameters, and ones in its buffers.
 
     Args:
-        replaced: modules that stand for those at these paths.
-        parameter: makes one, from the path of its module and its name.
-        tables: where given, tables and lists that modules hold are copied, too, which forwards may fill; by identity.
+        replaced: replacements of modules, by path.
+        parameter: makes a parameter, from the path of its module and its name.
+        tables: if given, also copies the dicts, lists and sets that modules hold and forwards may fill; by identity.
     """
     if path in replaced:
         return replaced[path]
@@ -333,7 +333,7 @@ def copy_of(
     if tables is not None:
         held = {k: v for k, v in vars(module).items() if type(v) in (dict, list, set) and k[0] != "_"}
         vars(made).update({k: tables.setdefault(id(v), copy.copy(v)) for k, v in held.items()})
-    vars(made).pop("forward", None)  # put there by another technique
+    vars(made).pop("forward", None)  # set by another technique
     if hasattr(module, CUT):
         vars(made)["forward"] = lambda x, *others, **named: x.clone()  # its own would need other ranks
     vars(made)["_parameters"] = {
@@ -352,7 +352,7 @@ def copy_of(
 
 
 def call(module: nn.Module, x: Tensor, head_size: int, weights: TrialWeights) -> Any:
-    """Call a module with an activation, and with what else its forward needs, by the names of arguments."""
+    """Call a module with an activation; other required arguments are made by their names."""
     given: dict[str, Any] = {}
     for parameter in list(inspect.signature(type(module).forward).parameters.values())[2:]:
         name, needed = parameter.name, parameter.default is inspect.Parameter.empty
@@ -390,10 +390,10 @@ def first_tensor(tree: Any) -> Tensor:
 
 
 def alike(a: Tensor, b: Tensor, tolerance: float) -> bool:
-    """Whether two tensors are equal but for rounding."""
+    """Whether two tensors are equal up to rounding."""
     return a.shape == b.shape and bool((a - b).abs().max() <= tolerance * b.abs().max().clamp(min=1e-6))
 
 
 def in_short(error: Exception) -> str:
-    """An error in a few words."""
+    """An error's class and first line, shortened."""
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:120]

@@ -1,4 +1,4 @@
-"""The vocabulary of a language model: its embedding and its output layer, with all that are tied to them."""
+"""The vocabulary of a language model: its embedding and its output layer, with all layers tied to them."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,10 +15,10 @@ WHOLE_WEIGHT = ("max_norm", "scale_grad_by_freq", "sparse")  # options of an emb
 def find_vocabulary(
     modules: Mapping[str, nn.Module], known: Sequence[str], ranks: int, planned: Mapping[str, PlannedLayer]
 ) -> tuple[dict[str, FoundLayer], dict[str, str]]:
-    """Embeddings and output layers that are split by the vocabulary, and why others are not, by path.
+    """Embeddings and output layers to split by the vocabulary, and reasons of the others, by path.
 
     Args:
-        known: as `known_vocabulary` gives them; those that a plan names are added, and all that share a weight.
+        known: as from `known_vocabulary`; layers that a plan names are added, and all that share a weight.
     """
     named = [path for path, each in planned.items() if each.style in (Style.EMBEDDING, Style.OUTPUT)]
     holders: dict[nn.Parameter, list[str]] = {}
@@ -41,10 +41,10 @@ def find_vocabulary(
 
 
 def known_vocabulary(modules: Mapping[str, nn.Module]) -> list[str]:
-    """The paths of embeddings and output layers that are known to be a vocabulary's.
+    """The paths of embeddings and output layers of a vocabulary.
 
-    Those of transformers (`get_input_embeddings`, `get_output_embeddings`), and output layers that make the loss
-    themselves (`loss_chunk`).
+    They are those of transformers (`get_input_embeddings`, `get_output_embeddings`), and output layers that compute the
+    loss themselves (`loss_chunk`).
     """
     given = {id(each) for module in modules.values() for each in _of_transformers(module)}
     return [

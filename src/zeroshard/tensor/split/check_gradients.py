@@ -1,8 +1,8 @@
-"""A check of each block's first backward graph: which gradients are parts of sums, and which are whole.
+"""A check of each block's first autograd graph: which gradients are parts of sums, and which are whole.
 
-A parameter that is not split gets a part of its gradient on each rank where it works on own features or positions, and
-the whole one elsewhere. This is read off the autograd graph, from the nodes that sum and cut, and compared with what
-the cut of the model assumed; a model that mixes both in one tensor is refused.
+A parameter that is not split gets a part of its gradient on each rank if it works on this rank's features or positions,
+and the whole gradient elsewhere. The check follows the autograd graph, from the nodes that sum and cut, and compares it
+with the assumption of the model's cut; a model that mixes both in one tensor is refused.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,10 +33,10 @@ BEFORE: dict[Any, Callable[[Any], Zone]] = {
 
 
 class GradientCheck:
-    """Checks one block in its first forward that is trained.
+    """Check of one block in its first forward with gradients.
 
     Args:
-        places: of parameters that are split or partial, by name.
+        places: places of split and partial parameters, by name.
     """
 
     def __init__(self, block: nn.Module, name: str, places: Mapping[str, Split | Partial], zones: Zones) -> None:
@@ -73,8 +73,8 @@ def zones_of_leaves(ends: list[Any], around: Zone, entered: set[Any], name: str)
     """The zone in which each leaf of a graph is used.
 
     Args:
-        ends: nodes that made the output, in the zone `around`.
-        entered: nodes that made the input, past which is another block.
+        ends: nodes of the output, in the zone `around`.
+        entered: nodes of the input, which belong to another block.
 
     Raises:
         ModelError: a tensor is used in two zones.
@@ -100,10 +100,10 @@ def zones_of_leaves(ends: list[Any], around: Zone, entered: set[Any], name: str)
 
 
 def _check_columns(name: str, node: Any, zone: Zone) -> None:
-    """Refuse features of one rank that are used as if they were of all ranks.
+    """Refuse one rank's features outside of the zone of columns.
 
     Raises:
-        ModelError: they are.
+        ModelError: a column-parallel layer's output is used in another zone.
     """
     if zone is not Zone.COLUMNS and is_column_product(node):
         raise ModelError(
@@ -114,7 +114,7 @@ def _check_columns(name: str, node: Any, zone: Zone) -> None:
 
 
 def _is_shared(node: Any) -> bool:
-    """Whether a result comes, past views of it alone, from features that all heads read."""
+    """Whether a result is a chain of views of features that all heads read."""
     before = [each for each, _ in node.next_functions if each is not None]
     kind = getattr(node, "_forward_cls", None)
     return kind is SharedFeatures or (kind is None and len(before) == 1 and _is_shared(before[0]))

@@ -1,11 +1,11 @@
 """Collectives among tensor ranks, for activations and their gradients, and the zones of a forward.
 
-A zone says how the activations of the next operation lie among the ranks: whole, by positions, or by features.
+A zone is the division of the next operation's activations among the ranks: whole, by positions, or by features.
 
 Shapes: B rows, T positions of a sequence, D width; t ranks. Rank r has positions [r·c, (r+1)·c) of T, where c = ⌈T/t⌉,
-so that the last ranks have fewer where t does not divide T. Meta tensors are not sent: only their shapes are made.
+so that the last ranks have fewer if t does not divide T. Meta tensors are not sent: only their shapes are computed.
 
-A tensor that is equal on all ranks has a gradient that is equal on all ranks too; so the pairs of an operation and its
+A tensor that is equal on all ranks has an equal gradient on all ranks too; so the pairs of an operation and its
 backward are (2104.04473, section 2.3; 2205.05198, section 4.2.2):
 
     copy_in   nothing, and a sum of the gradients       sum_out    a sum, and nothing
@@ -37,9 +37,9 @@ class TensorRanks:
     """The ranks among which layers are split.
 
     Attributes:
-        size: how many they are; rank: this one among them.
+        size: number of ranks; rank: this rank's number.
         sums_rows: whether a row-parallel layer has run on this rank, and not for shapes alone, since this was reset.
-        has_formulas: whether what is sent in training is entered by formulas, too.
+        has_formulas: whether training traffic is also planned by formulas.
     """
 
     def __init__(self, axis: Axis) -> None:
@@ -48,28 +48,28 @@ class TensorRanks:
         self.has_formulas = self.sums_rows = False
 
     def rows(self, total: int, rank: int | None = None) -> tuple[int, int]:
-        """The positions [start, stop) of `total` that a rank has, this one by default."""
+        """The positions [start, stop) of `total` on a rank, by default this one."""
         rank = self.rank if rank is None else rank
         chunk = -(-total // self.size)
         return min(rank * chunk, total), min((rank + 1) * chunk, total)
 
     def start_sum(self, x: Tensor, label: str, purpose: Purpose = Purpose.SUM_ACTIVATIONS) -> "Summing":
-        """Start to overwrite `x`, which is contiguous, with its sum over the ranks."""
+        """Start to overwrite the contiguous `x` with its sum over the ranks."""
         return Summing(self, x, label, purpose)
 
     def sum(self, x: Tensor, label: str, purpose: Purpose = Purpose.SUM_ACTIVATIONS) -> Tensor:
-        """The sum of `x` over the ranks, in the place of `x` if it is contiguous."""
+        """The sum of `x` over the ranks, in place if `x` is contiguous."""
         return self.start_sum(x.contiguous(), label, purpose).result()
 
     def maximum(self, x: Tensor, label: str, purpose: Purpose = Purpose.SUM_LOSSES) -> Tensor:
-        """The largest of each element of `x` over the ranks, in the place of `x` if it is contiguous."""
+        """The elementwise maximum of `x` over the ranks, in place if `x` is contiguous."""
         x = x.contiguous()
         if not x.is_meta and x.numel():
             self._comm.all_reduce(x, self.counted_as(purpose), label, maximum=True).wait()
         return x
 
     def gather(self, x: Tensor, dim: int, total: int, label: str) -> Tensor:
-        """The elements of all ranks along `dim`, `total` in all, of which `x` has those of `rows(total)`."""
+        """The elements of all ranks along `dim`, `total` in all; `x` has this rank's `rows(total)`."""
         return self.start_gather(x, dim, total, label).result()
 
     def start_gather(self, x: Tensor, dim: int, total: int, label: str) -> "Gathering":
@@ -77,7 +77,7 @@ class TensorRanks:
         return Gathering(self, x, dim % x.dim(), total, label)
 
     def scatter_sum(self, x: Tensor, dim: int, label: str) -> Tensor:
-        """The sum of `x` over the ranks, of which this rank keeps `rows` along `dim`."""
+        """This rank's `rows` along `dim` of the sum of `x` over the ranks."""
         return self.start_scatter_sum(x, dim, label).result()
 
     def start_scatter_sum(self, x: Tensor, dim: int, label: str) -> "ScatteringSum":
@@ -85,23 +85,23 @@ class TensorRanks:
         return ScatteringSum(self, x, dim % x.dim(), label)
 
     def counted_as(self, purpose: Purpose) -> Purpose:
-        """The purpose of a collective, which is another while the model is evaluated."""
+        """The purpose under which a collective is counted: another one in evaluation."""
         return TO_EVALUATE[purpose] if self._comm.evaluates else purpose
 
     def note_row(self, x: Tensor) -> None:
-        """A row-parallel layer reads x."""
+        """Note that a row-parallel layer reads x."""
         self.sums_rows |= not x.is_meta
         if torch._C._current_graph_task_id() != -1:
-            self.forget_formulas()  # computed again in a backward, perhaps only in part
+            self.forget_formulas()  # recomputed in a backward, perhaps in part
 
     def plan(self, purpose: Purpose, elements: int) -> None:
-        """Enter elements by a formula, as counts have them."""
+        """Add elements by a formula to the planned count of a purpose."""
         if self.has_formulas and not self._comm.evaluates:
             count = self._comm.counts[purpose]
             count.planned = (count.planned or 0) + elements
 
     def forget_formulas(self) -> None:
-        """Something is sent of which there is no formula."""
+        """Drop the planned counts: a collective without a formula runs."""
         self.has_formulas = False
         for purpose in (Purpose.SUM_ACTIVATIONS, Purpose.GATHER_ACTIVATIONS):
             self._comm.counts[purpose].planned = None
@@ -113,9 +113,9 @@ class TensorRanks:
 
 
 class Summing:
-    """A sum under way: ranks that see each other's tensors add in rank order, others as their backend does.
+    """A pending sum: ranks that read each other's tensors add in rank order, others in their backend's order.
 
-    Two ranks on CPUs send each other all: gloo's all-reduce sends as many bytes, and takes thrice the CPU time.
+    Two ranks on CPUs all-gather whole tensors: gloo's all-reduce sends as many bytes, and takes thrice the CPU time.
     """
 
     def __init__(self, ranks: TensorRanks, x: Tensor, label: str, purpose: Purpose) -> None:
@@ -147,12 +147,12 @@ class Summing:
         return self._x
 
     def wait(self) -> None:
-        """Let x be overwritten."""
+        """Wait until x is overwritten."""
         self.result()
 
 
 class Gathering:
-    """A gather under way."""
+    """A pending gather."""
 
     def __init__(self, ranks: TensorRanks, x: Tensor, dim: int, total: int, label: str) -> None:
         self._ranks, self._dim, self._total, self._x = ranks, dim, total, x
@@ -185,7 +185,7 @@ class Gathering:
                 size, *shape = self._parts.shape
                 shape[self._dim] *= size
                 whole = self._parts.movedim(0, self._dim).reshape(shape).narrow(self._dim, 0, self._total)
-                self._whole = whole.detach()  # no view to autograd, so that what follows may write into it
+                self._whole = whole.detach()  # no view to autograd, so that later operations may write into it
                 del self._parts
         return self._whole
 
@@ -200,7 +200,7 @@ class Gathering:
 
 
 class ScatteringSum:
-    """A sum under way, of which this rank gets its own rows, added in the order of the ranks."""
+    """A pending reduce-scatter: this rank's rows of the sum, added in rank order."""
 
     def __init__(self, ranks: TensorRanks, x: Tensor, dim: int, label: str) -> None:
         self._ranks, self._dim, self._x = ranks, dim, x
@@ -221,7 +221,7 @@ class ScatteringSum:
         self._pending = comm.exchange(self._full.view(-1), x.new_empty, label, padding, purpose)
 
     def result(self) -> Tensor:
-        """The own rows of the sum."""
+        """This rank's rows of the sum."""
         pending, self._pending = self._pending, None
         own = self._x.narrow(self._dim, self._start, self._length)
         if pending is None:
@@ -234,7 +234,7 @@ class ScatteringSum:
             own = _add(pending.copies).view(self._full.shape[1:]).narrow(self._dim, 0, self._length)
             del self._full
         pending.done()
-        return own.detach()  # no view to autograd, so that what follows may write into it
+        return own.detach()  # no view to autograd, so that later operations may write into it
 
 
 def _add(operands: list[Tensor], into: Tensor | None = None) -> Tensor:
@@ -269,7 +269,7 @@ class SumOut(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: TensorRanks, label: str) -> Tensor:
-        """The sum, in the place of x."""
+        """The sum, in place of x."""
         ctx.mark_dirty(x)
         total = _once(lambda: ranks.sum(x, label), x)
         return x if total is x else x.copy_(total)
@@ -281,7 +281,7 @@ class SumOut(torch.autograd.Function):
 
 
 class Gathered(torch.autograd.Function):
-    """The rows of all ranks as the input of a split layer; of the gradient's sum over the ranks, own rows stay."""
+    """The rows of all ranks as the input of a split layer; the gradient is this rank's rows of its sum."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: TensorRanks, dim: int, total: int, label: str) -> Tensor:
@@ -296,7 +296,7 @@ class Gathered(torch.autograd.Function):
 
 
 class Summed(torch.autograd.Function):
-    """Own rows of the sum over the ranks of the outputs of a split layer; the gradient is gathered."""
+    """This rank's rows of the sum of a split layer's outputs over the ranks; the gradient is gathered."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: TensorRanks, dim: int, label: str) -> Tensor:
@@ -313,7 +313,7 @@ class Summed(torch.autograd.Function):
 
 
 class CutRows(torch.autograd.Function):
-    """Own rows of x, which is equal on all ranks; the gradient is gathered."""
+    """This rank's rows of x, which is equal on all ranks; the gradient is gathered."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: TensorRanks, dim: int, label: str) -> Tensor:
@@ -330,7 +330,7 @@ class CutRows(torch.autograd.Function):
 
 
 class JoinRows(torch.autograd.Function):
-    """The rows of all ranks, for what is computed alike on all; own rows of the gradient."""
+    """The rows of all ranks, for equal operations on all; the gradient is cut to this rank's rows."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: TensorRanks, dim: int, total: int, label: str) -> Tensor:
@@ -346,25 +346,25 @@ class JoinRows(torch.autograd.Function):
 
 
 def _once(make: Callable[[], Tensor], written: Tensor) -> Tensor:
-    """A sum that is made in a forward alone, where its block is to be computed again; it may be in `written`."""
+    """A sum in a forward, which a recomputation does not repeat; it may overwrite `written`."""
     results = context.kept
     return make() if results is None else results.once(make, written)
 
 
 def _own(gradient: Tensor) -> Tensor:
-    """A gradient that may be written: autograd may hand one tensor to several."""
+    """A copy of a gradient for in-place changes: autograd may pass one tensor to several nodes."""
     return gradient.clone(memory_format=torch.contiguous_format)
 
 
 class Zones:
-    """The zone of the forward under way of one model.
+    """The zone of a model's current forward.
 
     Attributes:
-        now: that of the next operation.
-        around: the one around split layers: `SEQUENCE` inside of blocks under sequence parallelism, else `WHOLE`.
-        positions: of whole sequences, while `around` is `SEQUENCE`.
-        axis: the ranks among which layers are split; None before the model is cut.
-        moved: told of each border, for random numbers.
+        now: zone of the next operation.
+        around: zone outside of split layers: `SEQUENCE` in blocks under sequence parallelism, else `WHOLE`.
+        positions: length of whole sequences while `around` is `SEQUENCE`.
+        axis: the tensor axis; None before the model is cut.
+        moved: called at each border, for random numbers.
     """
 
     def __init__(self) -> None:
@@ -375,10 +375,10 @@ class Zones:
         self._columns: tuple[DividedActivations, ...] = ()
 
     def enter(self, zone: Zone, columns: DividedActivations | None = None) -> None:
-        """Activations lie so from here on.
+        """Enter a zone.
 
         Args:
-            columns: the features and heads of the column-parallel layer that is entered.
+            columns: the features and heads of the column-parallel layer that begins it.
         """
         if self.now is not zone:
             self.now, self._columns = zone, ()
@@ -387,26 +387,26 @@ class Zones:
         self.moved(zone, False)
 
     def leave(self) -> None:
-        """The split layers are over: activations lie as around them."""
+        """Leave the split layers for the zone around them."""
         self.now = self.around
         self.moved(None, False)
 
     def enter_sequence(self, positions: int) -> None:
-        """A rank has some of so many positions from here on."""
+        """Enter the zone in which each rank has some of `positions`."""
         self.now = self.around = Zone.SEQUENCE
         self.positions = positions
         self.moved(Zone.SEQUENCE, True)
 
     def leave_block(self) -> None:
-        """Between two blocks activations stay as they are, but whether a model skips the next is drawn on all alike."""
+        """Leave a block: activations stay divided, but all ranks draw equal random skips of the next block."""
         self.moved(Zone.WHOLE, False)
 
     def enter_block(self) -> None:
-        """The next block of a stack."""
+        """Enter the next block of a stack."""
         self.moved(None, False)
 
     def recall(self, positions: int) -> None:
-        """A backward reaches a block, parts of which may be computed again."""
+        """Restore the zone of a block for its backward, in which parts of it may be recomputed."""
         if self.around is Zone.WHOLE:
             torch.autograd.Variable._execution_engine.queue_callback(self._forget)
         self.now = self.around = Zone.SEQUENCE
@@ -417,7 +417,7 @@ class Zones:
 
     @property
     def divided(self) -> DividedActivations | None:
-        """How the activations of the next operation are divided among the ranks; None where they are whole."""
+        """The division of the next operation's activations among the ranks; None if they are whole."""
         if self.now is Zone.WHOLE or self.axis is None:
             return None
         if self.now is Zone.COLUMNS:
@@ -425,10 +425,10 @@ class Zones:
         return _positions(self.positions, self.axis.size, self.axis.rank)
 
     def total(self, x: Tensor, ranks: TensorRanks) -> int:
-        """The rows of all ranks of own rows x [..., T/t, D], or of x [B·T/t, D] where rows and positions are one.
+        """The number of rows over all ranks, for x [..., T/t, D], or x [B·T/t, D] with rows and positions merged.
 
         Raises:
-            BatchError: x has the positions of no even part.
+            BatchError: the ranks do not divide the positions.
         """
         own, (start, stop) = x.shape[-2], ranks.rows(self.positions)
         if x.dim() > 2 and own == stop - start:
@@ -442,14 +442,14 @@ class Zones:
         return own * ranks.size
 
     def reset(self) -> None:
-        """A forward begins, or the blocks are over."""
+        """Return to the zone `WHOLE`, as a forward begins or its blocks end."""
         self.now = self.around = Zone.WHOLE
         self.moved(Zone.WHOLE, True)
 
 
 @lru_cache(maxsize=256)
 def _positions(total: int, ranks: int, rank: int) -> DividedActivations:
-    """The positions of a rank among so many."""
+    """The division of `total` positions for one rank."""
     chunk = -(-total // ranks)
     first = min(rank * chunk, total)
     return DividedActivations(positions=Division(total, first, min(chunk, total - first)))
@@ -457,7 +457,7 @@ def _positions(total: int, ranks: int, rank: int) -> DividedActivations:
 
 @lru_cache(maxsize=256)
 def _joined(columns: tuple[DividedActivations, ...]) -> DividedActivations:
-    """What the column-parallel layers that were entered have, together."""
+    """The union of the heads and features of the entered column-parallel layers."""
     heads = dict.fromkeys(division for each in columns for division in each.heads)
     features = dict.fromkeys(division for each in columns for division in each.features)
     return DividedActivations(heads=tuple(heads), features=tuple(features))

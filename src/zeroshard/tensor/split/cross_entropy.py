@@ -1,8 +1,8 @@
-"""Cross entropy of logits whose classes are split among ranks: two messages of their rows, and none in the backward.
+"""Cross entropy of logits whose classes are split among ranks: two messages per forward, none in the backward.
 
-Megatron-LM (1909.08053, section 3): the ranks tell each other, for each row, the largest of their logits, and then in
-one message their share of Σ exp z and of the rest of the loss, in which the logit of the label and, under label
-smoothing, the sum of all logits are added up. Each rank then has the loss, and the gradient of its own logits.
+Megatron-LM (1909.08053, section 3): for each row the ranks reduce the maximum of their logits, and then in one message
+their shares of Σ exp z and of the rest of the loss: the logit of the label and, under label smoothing, the sum of all
+logits. Each rank then has the loss, and the gradient of its own logits.
 
 Shapes: N rows, V classes, V/t of them on this rank.
 """
@@ -20,9 +20,9 @@ from zeroshard.traffic import Purpose
 
 
 class SplitVocabulary(Vocabulary):
-    """The classes [start, stop) of this rank, which are `ranks.rows` of the whole.
+    """The classes [start, stop) of this rank, its `ranks.rows` of all.
 
-    A deep copy works with the same ranks; what is loaded from a file has none, and says so where it needs them.
+    A deep copy works with the same ranks; an object loaded from a file has none, and raises an error if it needs them.
 
     Args:
         total: classes in all, V.
@@ -37,10 +37,10 @@ class SplitVocabulary(Vocabulary):
 
     @property
     def ranks(self) -> TensorRanks:
-        """Those that have the classes.
+        """The ranks that hold the classes.
 
         Raises:
-            ModelError: they are in another process, or gone.
+            ModelError: the object was loaded from a file.
         """
         if self._ranks is None:
             raise ModelError(
@@ -51,11 +51,11 @@ class SplitVocabulary(Vocabulary):
         return self._ranks
 
     def itself(self) -> "SplitVocabulary":
-        """For what is searched for tensors, which may hold this method and not its object."""
+        """This object; a search for tensors does not look into a bound method."""
         return self
 
     def warn_once(self) -> bool:
-        """Whether a warning has not been given yet."""
+        """Whether this is the first call, for a warning."""
         first, self._warned = not self._warned, True
         return first
 
@@ -68,7 +68,7 @@ class SplitVocabulary(Vocabulary):
         return -(-self.total // self.ranks.size)
 
     def find(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """Columns, 0 where the class is another rank's; numbers of no class stay out of range."""
+        """The columns, and a mask of other ranks' classes (column 0); invalid class numbers stay invalid."""
         elsewhere = (numbers < self.start) | (numbers >= self.stop)
         elsewhere &= (numbers >= 0) & (numbers < self.total)
         return (numbers - self.start).masked_fill_(elsewhere, 0), elsewhere
@@ -111,7 +111,7 @@ def vocabulary_cross_entropy(
 
     Args:
         labels: class numbers of the whole vocabulary, int64.
-        terms: of the loss of a row.
+        terms: the terms of a row's loss.
         reduction: "mean" over the rows that count (NaN if there are none, as in torch), "sum", or "none": [N].
 
     Raises:
@@ -146,7 +146,7 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradient of each row, times that of its loss."""
+        """The gradient of each row, times the gradient of its loss."""
         if torch.is_grad_enabled():
             raise BatchError(
                 "The gradient of a vocabulary-parallel cross entropy was asked for with create_graph=True, and has no "

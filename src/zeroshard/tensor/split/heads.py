@@ -1,13 +1,13 @@
-"""What modules between split layers need besides sizes, so that their own forwards compute the heads of one rank.
+"""Adaptions of modules between split layers besides sizes, so that their own forwards compute one rank's heads.
 
-- An argument that is made outside for all heads, such as alibi: a rank reads its own; the gradients are summed.
-- A forward that reads the width off its input, as nanoGPT's: it gets a view of as many features as one rank has, and
-  the column-parallel layers read the input itself.
+- An argument made outside for all heads, such as alibi: a rank reads its own heads; the gradients are summed.
+- A forward that takes the width from its input, as nanoGPT's: it gets a view of one rank's number of features, and the
+  column-parallel layers read the input itself.
 - A norm over the features of all heads (OLMo 2): features are gathered before it, and a rank keeps its own.
 - Features of a whole layer that all heads read (the rotary key of latent attention): their gradients are summed.
 - Parameters with a row for each head.
 
-Each is done to the copies of trials and to the model itself, through the same functions.
+Trials and the model itself use the same functions.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,20 +26,20 @@ from zeroshard.units.hooks import Hook
 
 
 class Borders(Protocol):
-    """What is done where whole activations and those of a rank's heads meet."""
+    """Operations at the borders between whole activations and one rank's heads."""
 
     def entered(self, path: str, x: Tensor) -> Tensor:
-        """x, of which the gradient is summed over the ranks."""
+        """x; its gradient is summed over the ranks."""
 
     def shared(self, path: str, x: Tensor, features: int) -> Tensor:
-        """x, of which the gradient of the last features is summed over the ranks."""
+        """x; the gradient of its last features is summed over the ranks."""
 
     def gathered(self, path: str, x: Tensor, pieces: Sequence[Piece]) -> Tensor:
-        """The features of all ranks, of which x has some."""
+        """The features of all ranks; x has this rank's."""
 
 
 class SharedFeatures(torch.autograd.Function):
-    """x, equal on all ranks; of its last features the gradient is a sum over the ranks, of others it is whole."""
+    """x, equal on all ranks; the gradient of its last features is summed over the ranks, of the others it is whole."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: TensorRanks, features: int, label: str) -> Tensor:
@@ -49,14 +49,14 @@ class SharedFeatures(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        """The sum of the last features."""
+        """The gradient, its last features summed over the ranks."""
         (gradient,) = gradients
         last = ctx.ranks.sum(gradient[..., -ctx.features :].clone(), f"gradient of {ctx.label}")
         return torch.cat([gradient[..., : -ctx.features], last], -1), None, None, None
 
 
 class GatheredFeatures(torch.autograd.Function):
-    """The features of all ranks, of which x [..., F/t] has some; own ones of the gradient's sum."""
+    """The features of all ranks, from x [..., F/t]; the gradient is this rank's features of its sum."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: TensorRanks, label: str) -> Tensor:
@@ -71,38 +71,38 @@ class GatheredFeatures(torch.autograd.Function):
 
 
 class RankBorders:
-    """The borders of a rank of a group."""
+    """The borders of a rank in its tensor group."""
 
     def __init__(self, ranks: TensorRanks) -> None:
         self._ranks = ranks
 
     def entered(self, path: str, x: Tensor) -> Tensor:
-        """x, of which the gradient is summed over the ranks."""
+        """x; its gradient is summed over the ranks."""
         if not (torch.is_grad_enabled() and x.requires_grad):
             return x
         copied: Tensor = CopyIn.apply(x, self._ranks, path)  # type: ignore[no-untyped-call]
         return copied
 
     def shared(self, path: str, x: Tensor, features: int) -> Tensor:
-        """x, of which the gradient of the last features is summed over the ranks."""
+        """x; the gradient of its last features is summed over the ranks."""
         if not (torch.is_grad_enabled() and x.requires_grad):
             return x
         marked: Tensor = SharedFeatures.apply(x, self._ranks, features, path)  # type: ignore[no-untyped-call]
         return marked
 
     def gathered(self, path: str, x: Tensor, pieces: Sequence[Piece]) -> Tensor:
-        """The features of all ranks, of which x has some."""
+        """The features of all ranks; x has this rank's."""
         whole: Tensor = GatheredFeatures.apply(x, self._ranks, path)  # type: ignore[no-untyped-call]
         return whole
 
 
 def head_dimension(module: nn.Module) -> int:
-    """The dimension of parameters along which heads lie: an embedding has a column for each, other modules a row."""
+    """The parameters' dimension of heads: an embedding has a column for each head, other modules a row."""
     return int(isinstance(module, nn.Embedding))
 
 
 def per_head(args: Sequence[Any], kwargs: Mapping[str, Any], heads: int, rows: int) -> tuple[HeadArgument, ...]:
-    """The arguments of a call that have a part for each of so many heads: [H, ...], [B·H, ...] or [B, H, ...].
+    """The arguments of a call with a part for each head: [H, ...], [B·H, ...] or [B, H, ...].
 
     Args:
         rows: B, of the call.
@@ -129,7 +129,7 @@ def own_heads(value: Tensor, argument: HeadArgument, heads: int, ranks: int, ran
 
 
 def fit_layer(module: Any, layer: FoundLayer, borders: Borders, ranks: int, rank: int | None) -> None:
-    """Let a whole module work beside the heads of a rank; `rank` None is the whole model, in a trial."""
+    """Adapt a whole module to the heads of a rank; `rank` None is the whole model, in a trial."""
     if layer.gathers:
         pieces = list(pieces_of(layer.segments, ranks, rank or 0))
         own = sum(piece.length for piece in pieces)
@@ -157,10 +157,10 @@ def fit_layer(module: Any, layer: FoundLayer, borders: Borders, ranks: int, rank
 def fit_attention(
     module: Any, attention: AttentionSizes, borders: Borders, ranks: int, rank: int | None, entrance: Entrance | None
 ) -> None:
-    """Let an attention module get the arguments of its rank's heads; `rank` None is the whole model, in a trial.
+    """Cut the arguments of an attention module to its rank's heads; `rank` None is the whole model, in a trial.
 
     Args:
-        entrance: of its column-parallel layers; None in a trial, where a view says for what it stands.
+        entrance: of its column-parallel layers; None in a trial, in which a view has its tensor as `stands_for`.
     """
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -168,7 +168,7 @@ def fit_attention(
             value = args[argument.key] if isinstance(argument.key, int) else kwargs.get(argument.key)
             rows = activation_in(args, kwargs, attention.name).shape[0]
             if not isinstance(value, Tensor) or argument.heads_of(value.shape, rows) != attention.heads:
-                continue  # a layer before has made it for this rank's heads
+                continue  # an earlier layer made it for this rank's heads
             value = borders.entered(f"{attention.name}.{argument.key}", value)
             if rank is not None:
                 value = own_heads(value, argument, attention.heads, ranks, rank)
@@ -191,11 +191,11 @@ def fit_attention(
 
 
 def cut_heads(module: Any, layer: FoundLayer, ranks: int, rank: int) -> None:
-    """Leave the heads of a rank in the parameters of a trial's copy of a module that has some for each."""
+    """Cut the parameters of a trial's copy of a module with a row or a column per head to one rank's heads."""
     if layer.style is not Style.HEADS:
         return
     dimension, pieces = head_dimension(module), list(pieces_of(layer.segments, ranks, rank))
     for name, parameter in list(module.named_parameters(recurse=False)):
-        if parameter.requires_grad:  # and not the weight that stands-in show
+        if parameter.requires_grad:  # and not a stand-in's weight
             parts = [parameter.detach().narrow(dimension, p.start, p.length) for p in pieces]
             module._parameters[name] = nn.Parameter(torch.cat(parts, dimension))

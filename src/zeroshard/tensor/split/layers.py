@@ -1,18 +1,18 @@
 """Split linear layers: column-parallel, row-parallel, and the attention modules around them.
 
 Megatron-LM (1909.08053, section 3): a column-parallel layer has some of the output features, a row-parallel one the
-same input features, and between them each rank computes on its own. Their forwards replace those of modules that keep
-class and names; the parameters are shards already. Layers that read one input share one sum of its gradients, which
-runs under the products for the weights (2205.05198, section 4.2.2, for sequence parallelism). Shapes: x [..., I],
-weight [O, I] or, where transposed, [I, O].
+same input features, and between them each rank computes on its own. Modules keep class and names and get these
+forwards; their parameters are shards already. Layers with one input share one sum of its gradients, which overlaps the
+products of the weights' gradients (2205.05198, section 4.2.2, for sequence parallelism). Shapes: x [..., I], weight
+[O, I] or, if transposed, [I, O].
 
-[Note: order of the backward] Autograd runs, of all nodes that could run, the one that was made last. So an input passes
-four kinds of nodes, made in this order: `AwaitedInput`, a `_Parameters` for each layer, `_Start`, and products. In the
-backward, products make the gradients of the input and leave those of the parameters; `_Start` sends the sum of the
-former, each `_Parameters` makes the latter, and `AwaitedInput` waits for the sum.
+[Note: order of the backward] Of all ready nodes, autograd runs the one made last. So an input passes four kinds of
+nodes, made in this order: `AwaitedInput`, a `_Parameters` for each layer, `_Start`, and products. In the backward,
+products compute the input's gradients and leave the parameters' for later; `_Start` starts the sum of the former, each
+`_Parameters` computes the latter, and `AwaitedInput` waits for the sum.
 
-[Note: inputs that are gathered again] Under sequence parallelism the products read the rows of all ranks, and save own
-rows; the first product of the backward starts to gather them again, and `_Parameters` reads them.
+[Note: inputs that are gathered again] Under sequence parallelism the products read the rows of all ranks, and save
+this rank's rows; the first product of the backward starts another gather, and `_Parameters` reads its result.
 """
 
 import weakref
@@ -40,7 +40,7 @@ from zeroshard.tensor.split.collectives import (
 from zeroshard.tensor.split.collectives import Gathered as GatheredRows
 from zeroshard.units.forwards import replaced
 
-Left = list[tuple[Tensor | None, Tensor]]  # inputs and output gradients of products; None for an input gathered again
+Left = list[tuple[Tensor | None, Tensor]]  # inputs and output gradients of products; None for an input to gather again
 Viewed = tuple[Tensor, Tensor | None, Left]
 
 
@@ -48,12 +48,13 @@ class Input:
     """One input of column-parallel layers, from its forward to its backward.
 
     Args:
-        x: equal on all ranks, or own rows along `dim` of `total` in all.
-        whole: the rows of all ranks, where they are gathered already.
-        layers: weight, bias, and the segments whose gradients several ranks sum, of each layer that may read it.
+        x: equal on all ranks, or this rank's rows.
+        layers: parameters of each layer that may read it.
+        rows: dimension and total number of the rows; None if x is equal on all ranks.
+        whole: the rows of all ranks, if gathered already.
 
     Attributes:
-        value: what products read.
+        value: operand of the products.
     """
 
     def __init__(
@@ -80,11 +81,11 @@ class Input:
         self.value: Tensor | None = _Start.apply(x, self, whole)  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
-        """No further product reads it: let go of the tensors, which the graph keeps as far as it needs them."""
+        """Release the tensors after the last product; the graph keeps those that it needs."""
         self.layers, self.value, self.own = {}, None, None
 
     def start_sum(self, gradient: Tensor) -> Tensor:
-        """Send the gradient of the input; what stands for it until `finish`."""
+        """Start the sum of the input's gradient over the ranks; returns a placeholder until `finish`."""
         label = f"gradient of {self.label}"
         if self.rows is None:
             self._sum = self.ranks.start_sum(gradient.contiguous(), label)
@@ -93,19 +94,19 @@ class Input:
         return _absent(gradient, self._shape)
 
     def finish(self, gradient: Tensor) -> Tensor:
-        """The sum that `start_sum` sent."""
+        """The sum that `start_sum` started."""
         pending, self._sum = self._sum, None
         return gradient if pending is None else pending.result()
 
     def gather_again(self, own: Tensor) -> None:
-        """Start to bring the rows of all ranks for one more product."""
+        """Start to gather the rows of all ranks for one more product."""
         assert self.rows is not None
         self._readers += 1
         if self._gathering is None:
             self._gathering = self.ranks.start_gather(own, *self.rows, f"{self.label} again")
 
     def gathered_again(self) -> Tensor:
-        """The rows of all ranks; each product that started it reads them once."""
+        """The rows of all ranks; each product that called `gather_again` reads them once."""
         assert self._gathering is not None
         whole = self._gathering.result()
         self._readers -= 1
@@ -115,19 +116,19 @@ class Input:
 
 
 class Parameters:
-    """The parameters of a column-parallel layer as its products read them.
+    """The parameters of a column-parallel layer for its products.
 
     Args:
         module: has `weight`, and perhaps `bias`.
         transposed: whether the weight is [I, O].
-        sums: adds up over ranks the gradients [O, ...] of features that several ranks hold; None where there are none.
+        sums: sums gradients [O, ...] of features with copies on several ranks; None without copies.
     """
 
     def __init__(self, module: nn.Module, transposed: bool, sums: Any = None) -> None:
         self.module, self.transposed, self.sums = module, transposed, sums
 
     def view(self, input: Input) -> Viewed:
-        """Views of the parameters, whose gradients are made late ([Note: order of the backward])."""
+        """Views of the parameters, whose gradients are computed late ([Note: order of the backward])."""
         weight, bias = self.module.weight, self.module.bias
         left: Left = []
         assert isinstance(weight, Tensor) and (bias is None or isinstance(bias, Tensor))
@@ -137,7 +138,7 @@ class Parameters:
         return weight, bias, left
 
     def gradients(self, left: Left, input: Input, wanted: Sequence[bool]) -> tuple[Tensor | None, Tensor | None]:
-        """Those of weight and bias, as far as they are wanted."""
+        """The gradients of weight and bias, each if `wanted`."""
         of_weight: Tensor | None = None
         of_bias: Tensor | None = None
         for x, gradient in left:
@@ -167,12 +168,12 @@ def column_product(input: Input, module: nn.Module) -> Tensor:
 
 
 def is_column_product(node: Any) -> bool:
-    """Whether a node of autograd's graph made the output of a column-parallel layer."""
+    """Whether a node of the autograd graph is a column-parallel layer's product."""
     return getattr(node, "_forward_cls", None) is _Product
 
 
 class AwaitedInput(torch.autograd.Function):
-    """The input before all else; in the backward, what its sum brings."""
+    """The first node of an input; its backward waits for the sum of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, input: Input) -> Tensor:
@@ -248,7 +249,7 @@ class _Product(torch.autograd.Function):
 
 
 def _absent(like: Tensor, shape: torch.Size) -> Tensor:
-    """A gradient that another node makes later."""
+    """A placeholder for a gradient that another node computes later."""
     return like.new_zeros(()).expand(shape)
 
 
@@ -258,12 +259,12 @@ def _rows(x: Tensor) -> Tensor:
 
 
 class Entrance:
-    """The inputs of column-parallel layers of one module, which are brought to them once for all.
+    """The inputs of one module's column-parallel layers, each copied or gathered once for all of them.
 
     Args:
-        layers: that may read the same input.
+        layers: layers that may read the same input.
         opened: whether the module that holds them is opened, so that any other input of theirs is whole.
-        overlaps: whether sums run beside the gradients of weights; not where another technique makes those.
+        overlaps: whether sums overlap the weights' gradients; not if another technique computes those.
     """
 
     def __init__(
@@ -280,14 +281,14 @@ class Entrance:
         self._known: list[tuple[weakref.ref[Tensor], Tensor | Input]] = []
 
     def open(self, x: Tensor) -> Tensor:
-        """The rows of all ranks of own rows x [..., T/t, D], for a module that reads the number of positions."""
+        """Gather the rows x [..., T/t, D] of all ranks, for a module that reads the number of positions."""
         dim, total = SEQUENCE, self._zones.positions
         whole: Tensor = JoinRows.apply(x, self._ranks, dim, total, self._label)  # type: ignore[no-untyped-call]
         self._known.append((weakref.ref(whole), self._brought(x, (dim, total), whole.detach())))
         return whole
 
     def of(self, x: Tensor) -> Tensor | Input:
-        """The input of a column-parallel layer that reads x; a plain tensor where no gradients are made."""
+        """The input of a column-parallel layer that reads x; a plain tensor without gradients."""
         for reference, known in self._known:
             if reference() is x:
                 return known
@@ -309,11 +310,11 @@ class Entrance:
         return gathered
 
     def stand(self, view: Tensor, x: Tensor) -> None:
-        """Let layers that get `view` read x."""
+        """Replace the input `view` of layers by x."""
         self._known.append((weakref.ref(view), self.of(x)))
 
     def close(self) -> None:
-        """The row-parallel layer behind them is reached."""
+        """Release the inputs, as the row-parallel layer behind is reached."""
         for _, known in self._known:
             if isinstance(known, Input):
                 known.close()
@@ -324,7 +325,7 @@ class ColumnForward:
     """The forward of a column-parallel layer.
 
     Args:
-        columns: the features and heads that this rank has of its output.
+        columns: this rank's features and heads of the output.
     """
 
     def __init__(
@@ -336,7 +337,7 @@ class ColumnForward:
         columns: DividedActivations,
     ) -> None:
         self._module, self._columns = weakref.ref(module), columns
-        self._plain: Any = None  # the forward inside of this one, where another technique or the user replaced it
+        self._plain: Any = None  # the inner forward, if another technique or the user replaced it
         self._entrance, self._zones, self._transposed = entrance, zones, parameters.transposed
         self._sums = parameters.sums
 
@@ -347,7 +348,7 @@ class ColumnForward:
         return self
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[..., I], or own rows of it, to this rank's features [..., O/t]."""
+        """[..., I], or this rank's rows of it, to this rank's features [..., O/t]."""
         module: Any = self._module()
         found = self._entrance.of(x)
         self._zones.enter(Zone.COLUMNS, self._columns)
@@ -363,7 +364,7 @@ class RowForward:
     """The forward of a row-parallel layer.
 
     Args:
-        entrances: of the column-parallel layers before it.
+        entrances: entrances of the column-parallel layers before it.
     """
 
     def __init__(
@@ -386,7 +387,7 @@ class RowForward:
         return self
 
     def __call__(self, x: Tensor) -> Tensor:
-        """This rank's features [..., I/t] to [..., O], or own rows of it."""
+        """This rank's features [..., I/t] to [..., O], or this rank's rows of it."""
         module: Any = self._module()
         for entrance in self._entrances:
             entrance.close()

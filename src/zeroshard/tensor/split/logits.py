@@ -1,7 +1,7 @@
-"""The logits of an output layer that is split among ranks, for losses that are not known to the layer.
+"""The logits of a split output layer, for losses outside of the layer.
 
-`ShardedLogits` stands for logits [..., V] and has those of this rank's classes. What losses do to logits on the way is
-done to these; a cross entropy brings the ranks together (`cross_entropy`); anything else gathers the logits first.
+`ShardedLogits` acts as logits [..., V] and holds those of this rank's classes. Elementwise operations before the loss
+work on these; a cross entropy reduces over the ranks (`cross_entropy`); any other operation gathers the logits first.
 """
 
 import math
@@ -24,18 +24,18 @@ CASTS = ("float", "half", "bfloat16", "double", "to", "type", "type_as", "contig
 MAPS = ("tanh", "neg", "negative", "__neg__")
 COMMUTATIVE = ("add", "mul", "multiply", "__add__", "__radd__", "__mul__", "__rmul__")
 BINARY = (*COMMUTATIVE, "sub", "__sub__", "__rsub__", "div", "true_divide", "__truediv__", "masked_fill")
-OF_LOCAL = (  # what is asked of a tensor and has the same answer for a part
+OF_LOCAL = (  # attributes of a tensor that are equal for a part
     *("dtype", "device", "requires_grad", "is_leaf", "is_meta", "is_cpu", "layout"),
     *("is_floating_point", "is_complex", "get_device", "element_size"),
 )
 
 
 class ShardedLogits(TensorLike):
-    """Stands for logits [..., V], of which this rank has [..., V/t].
+    """Acts as logits [..., V]; this rank holds [..., V/t].
 
-    Views that keep the classes apart, casts, products and sums with what has the shape of logits or less, soft caps,
-    `argmax`, `F.cross_entropy`, and `F.nll_loss` of `log_softmax` are computed on the parts. For all else `whole` is
-    called first, on all ranks.
+    Views that keep the dimension of classes, casts, products and sums with operands that broadcast to the logits, soft
+    caps, `argmax`, `F.cross_entropy`, and `F.nll_loss` of `log_softmax` are computed on the parts. Other operations
+    call `whole` first, on all ranks.
 
     Attributes:
         local: the logits of this rank's classes.
@@ -50,14 +50,14 @@ class ShardedLogits(TensorLike):
         dimension: int = -1,
         normalised: bool = False,
     ) -> None:
-        """`dimension`: of the classes, from the end; `normalised`: whether it stands for the logits' log_softmax."""
+        """`dimension`: of the classes, from the end; `normalised`: whether it acts as the logits' log_softmax."""
         self.local, self._vocabulary = local, vocabulary
         self._dimension, self._normalised = dimension, normalised
         self._whole: Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:
-        """That of the whole logits."""
+        """The shape of the whole logits."""
         shape = list(self.local.shape)
         shape[self._dimension] = self._vocabulary().total
         return torch.Size(shape)
@@ -68,10 +68,10 @@ class ShardedLogits(TensorLike):
         return self.local.dim()
 
     def whole(self, done: str = "whole") -> Tensor:
-        """The logits of all classes, gathered; all ranks must ask for them.
+        """The logits of all classes, gathered; all ranks must call it.
 
         Args:
-            done: what they are gathered for.
+            done: name of the operation, for the warning.
         """
         learns = torch.is_grad_enabled() and self.local.requires_grad
         if self._whole is None or (learns and not self._whole.requires_grad):
@@ -128,7 +128,7 @@ class ShardedLogits(TensorLike):
         return super()._do(name, *whole, **kwargs)
 
     def _handled(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """The result from this rank's part; NotImplemented where it does not do."""
+        """The result from this rank's part; NotImplemented if the operation needs all classes."""
         handler = HANDLERS.get(name)
         return NotImplemented if handler is None else handler(self, name, *args, **kwargs)
 
@@ -170,7 +170,7 @@ class ShardedLogits(TensorLike):
         size = operand.shape[dimension] if operand.dim() >= -dimension else 1
         width = self.local.shape[dimension]
         if size not in (1, vocabulary.total):
-            return operand if size == width else NotImplemented  # a bias that is split likewise
+            return operand if size == width else NotImplemented  # a bias split like the logits
         if operand.requires_grad and torch.is_grad_enabled():
             vocabulary.ranks.forget_formulas()
             operand = CopyIn.apply(operand, vocabulary.ranks, f"operand of {vocabulary.name}")  # type: ignore[no-untyped-call]
@@ -234,7 +234,7 @@ class ShardedLogits(TensorLike):
         return vocabulary.ranks.maximum(behind, f"argmax of {vocabulary.name}").neg_()  # the first of equal ones
 
     def _log_softmax(self, name: str, dim: int | None = None, dtype: Any = None, **rest: Any) -> Any:
-        """Nothing is computed: the cross entropy of logits is that of their logarithms of probabilities."""
+        """Mark as normalised without computing: log-probabilities have the same cross entropy as the logits."""
         if dim is None or "out" in rest or dim % self.ndim != self._dimension % self.ndim:
             return NotImplemented
         local = self.local if dtype is None else self.local.to(dtype)
@@ -286,12 +286,12 @@ HANDLERS: dict[str, Callable[..., Any]] = {
 
 
 def _sequence(given: Sequence[Any]) -> list[Any]:
-    """Numbers that are given one by one, or as one sequence."""
+    """Arguments given one by one, or as one sequence."""
     return list(given[0]) if len(given) == 1 and isinstance(given[0], (tuple, list)) else list(given)
 
 
 def _full_index(index: Any, dims: int) -> list[Any] | None:
-    """An index with an item for each dimension, of which the last has the last; None where that is not so."""
+    """An index with an item for each dimension; None if an item is unsupported or the last one is not the classes'."""
     items = list(index) if isinstance(index, tuple) else [index]
     taken = [_dims_of(item) for item in items]
     if None in taken:
@@ -305,7 +305,7 @@ def _full_index(index: Any, dims: int) -> list[Any] | None:
 
 
 def _dims_of(item: Any) -> int | None:
-    """How many dimensions an item of an index takes; None where it is unusual."""
+    """The number of dimensions that an item of an index takes; None for an unsupported item."""
     if item is None or isinstance(item, EllipsisType):
         return 0
     if isinstance(item, Tensor):

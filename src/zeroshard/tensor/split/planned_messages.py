@@ -1,16 +1,16 @@
-"""What blocks send by the formulas of the papers, entered beside what is sent, for `engine.traffic()`.
+"""Planned traffic of blocks by the formulas of the papers, next to the counted traffic in `engine.traffic()`.
 
-Each forward and each backward of a block enters its formula (2104.04473, section 2.3; 2205.05198, section 4.2.2), by
-its number of positions and the features of its layers; the collectives themselves enter nothing. A pair is a group of
-column-parallel layers that read one input, of I features, and the row-parallel layer behind them, of O:
+Each forward and backward of a block adds its formula (2104.04473, section 2.3; 2205.05198, section 4.2.2), by its
+number of positions and its layers' features, independently of the collectives. A pair is a group of column-parallel
+layers with one input of I features, and the row-parallel layer behind them with O output features:
 
                 forward                        backward
     whole       a sum of O                     a sum of I
     sequence    a gather of I,                 gathers of I (again) and O,
                 a scattered sum of O           a scattered sum of I
 
-A model has formulas where split layers are such pairs in the blocks of one stack, all parameters train, and no block is
-computed again in a backward.
+A model has formulas if its split layers are such pairs in the blocks of one stack, all parameters train, and no block
+is recomputed.
 """
 
 from collections.abc import Mapping
@@ -32,12 +32,12 @@ PAIRS = 2  # of a block: attention and feed-forward layers; of more, some read t
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A row-parallel layer and the column-parallel layers of which it reads the output.
+    """A row-parallel layer and the column-parallel layers whose output it reads.
 
     Attributes:
-        inputs: features that the column-parallel layers read, I.
-        outputs: features that the row-parallel layer makes, O.
-        copied: elements of their gradients that several ranks hold and add up (few key heads).
+        inputs: input features of the column-parallel layers, I.
+        outputs: output features of the row-parallel layer, O.
+        copied: elements of gradients with copies on several ranks, to be summed (few key heads).
     """
 
     inputs: int
@@ -51,14 +51,14 @@ class Pair:
         return {Purpose.SUM_ACTIVATIONS: self.outputs, Purpose.GATHER_ACTIVATIONS: self.inputs}
 
     def backward(self, sequence: bool) -> dict[Purpose, int]:
-        """The same of a backward, but for what is copied."""
+        """Elements for each position in the backward, without copied features."""
         if not sequence:
             return {Purpose.SUM_ACTIVATIONS: 2 * self.inputs}
         return {Purpose.SUM_ACTIVATIONS: self.inputs, Purpose.GATHER_ACTIVATIONS: self.inputs + self.outputs}
 
 
 def pairs_of(found: FoundLayers, modules: Mapping[str, nn.Module], ranks: int) -> dict[str, list[Pair]] | None:
-    """The pairs of each block; None where split layers are not all such pairs in the blocks of one stack."""
+    """The pairs of each block; None if a split layer is in no such pair of the blocks of one stack."""
     if len(found.blocks) != 1 or found.whole_sequences:
         return None
     layers = {layer.name: layer for layer in found.layers if layer.style in (Style.COLUMN, Style.ROW)}
@@ -86,10 +86,10 @@ def _pair(modules: Mapping[str, nn.Module], columns: list[FoundLayer], row: Foun
 
 
 class PlannedMessages:
-    """Hooks on the blocks of a stack that enter their formulas.
+    """Hooks on the blocks of a stack that add their formulas.
 
     Args:
-        pairs: of each block, in their order.
+        pairs: pairs of each block, in order.
     """
 
     def __init__(

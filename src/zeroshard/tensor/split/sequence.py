@@ -1,13 +1,12 @@
 """Sequence parallelism: between the split layers of blocks, each rank has its own positions of every sequence.
 
-2205.05198, section 4.2.2. The first block of a stack cuts what enters it, the last joins what leaves it; column-
-parallel layers gather, row-parallel ones keep own rows of their sum. A module that reads the number of positions
-(attention) is opened: it gets the rows of all ranks, so that positions, masks and shapes inside are those of whole
-sequences.
+2205.05198, section 4.2.2. The first block of a stack cuts its input, the last joins its output; column-parallel layers
+gather, row-parallel ones reduce-scatter. A module that reads the number of positions (attention) is opened: it gets
+the rows of all ranks, so that positions, masks and shapes inside are those of whole sequences.
 
-[Note: parts of blocks that are recomputed] A region that is computed again in the backward may lie inside of a block,
-so that the block's hooks do not run again (transformers recomputes what is in a block's forward). So the gradient of
-each block's output tells the zones what they were in its forward.
+[Note: parts of blocks that are recomputed] A recomputed region may lie inside of a block, so that the block's hooks do
+not run again (transformers recomputes the body of a block's forward). So a hook on the gradient of each block's output
+restores the zones of its forward.
 """
 
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from zeroshard.tensor.split.collectives import SEQUENCE, CutRows, JoinRows, Tens
 from zeroshard.tensor.split.layers import Entrance
 from zeroshard.units.hooks import Hook, listen
 
-HIDDEN = "hidden_states"  # the keyword of what goes from block to block in models of transformers
+HIDDEN = "hidden_states"  # the keyword of the activation in blocks of transformers
 
 
 class SequenceBlocks:
@@ -39,7 +38,7 @@ class SequenceBlocks:
         model.register_forward_hook(Hook(self._end))
 
     def _end(self, model: nn.Module, args: Any, output: Any) -> None:
-        """The forward is over.
+        """Check the end of the forward.
 
         Raises:
             ModelError: sequences were not joined.
@@ -65,11 +64,11 @@ class SequenceBlocks:
         return with_activation(args, kwargs, CutRows.apply(x, self._ranks, SEQUENCE, self._names[module]))  # type: ignore[no-untyped-call]
 
     def _again(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """A block that is recomputed alone goes on with the positions of its forward.
+        """Enter a later block; one that is recomputed alone restores the positions of its forward.
 
         Raises:
-            ModelError: the first block did not run. BatchError: positions are not known, because the ranks do not
-                divide them.
+            ModelError: the first block did not run. BatchError: positions are unknown, because the ranks do not divide
+                them.
         """
         if torch._C._current_graph_task_id() == -1:
             if self._zones.around is not Zone.SEQUENCE:
@@ -113,7 +112,7 @@ class SequenceBlocks:
 
 
 def open_attention(module: nn.Module, name: str, entrance: Entrance, zones: Zones) -> None:
-    """Let a module in a block get the rows of all ranks, under sequence parallelism."""
+    """Gather the rows of all ranks for a module in a block, under sequence parallelism."""
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
         if zones.around is not Zone.SEQUENCE:

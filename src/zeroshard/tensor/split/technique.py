@@ -1,6 +1,6 @@
-"""The technique of tensor parallelism: it cuts the layers of a model and puts split forwards in their places.
+"""The technique of tensor parallelism: it cuts a model's parameters and installs split forwards.
 
-Ranks are numbered with those of one tensor group innermost, as in PTD-P (2104.04473, section 3.4).
+The tensor axis is the innermost in the numbering of ranks, as in PTD-P (2104.04473, section 3.4).
 """
 
 from collections import defaultdict
@@ -45,15 +45,15 @@ AXIS = "tensor"
 
 
 class TensorTechnique:
-    """Splits the layers of one model; a `parts.technique.Technique`.
+    """Tensor parallelism of one model; a `parts.technique.Technique`.
 
     Args:
-        transport: of the plan.
-        moments: how it keeps those of the optimizer.
+        transport: the plan's transport.
+        moments: the plan's format of the optimizer's moments.
 
     Attributes:
-        zones: of the model's forwards.
-        found: what was found in the model, once it is cut.
+        zones: zones of the model's forwards.
+        found: the split layers, once the model is cut.
     """
 
     def __init__(self, policy: TensorParallel, transport: str = "network", moments: str = "fp32") -> None:
@@ -62,19 +62,19 @@ class TensorTechnique:
         self.found: FoundLayers | None = None
 
     def axes(self, ranks: int) -> Mapping[str, NewAxis]:
-        """Neighbouring ranks.
+        """The tensor axis: groups of neighbouring ranks.
 
         Raises:
-            PlanError: they do not divide.
+            PlanError: the groups do not divide the ranks.
         """
         return {AXIS: NewAxis(neighbours(ranks, self._policy.ranks, "tensor_parallel"), data=False)}
 
     def replicated_over(self, layer: str) -> str | None:
-        """Its own axis, unless sequence parallelism gives each rank own positions of what enters a layer."""
+        """The tensor axis, unless sequence parallelism divides the positions of a layer's input."""
         return None if self._policy.sequence else AXIS
 
     def cut(self, model: nn.Module, axes: Mapping[str, Axis]) -> Mapping[nn.Parameter, Split | Partial]:
-        """Put this rank's parts in the place of parameters, and split forwards in the place of forwards.
+        """Replace parameters by this rank's parts, and forwards by split ones.
 
         Raises:
             PlanError, ModelError: a layer cannot be split as the plan says.
@@ -108,7 +108,7 @@ class TensorTechnique:
     def _plan_messages(
         self, model: nn.Module, modules: Mapping[str, nn.Module], forwards: "_Forwards", ranks: TensorRanks
     ) -> None:
-        """Let blocks enter the formulas of what they send, where there are some."""
+        """Install the formulas of the blocks' traffic, if the model has them."""
         assert self.found is not None
         pairs = None if self.found.adapted else pairs_of(self.found, modules, ranks.size)
         if pairs and forwards.overlap and all(p.requires_grad for p in model.parameters()):
@@ -116,10 +116,10 @@ class TensorTechnique:
 
 
 def share_operands(comm: Comm, transport: str) -> None:
-    """Where the plan's transport lets them and the machine can, let ranks read each other's tensors.
+    """Share operands among ranks by shared memory, if the plan's transport and the machine allow it.
 
     Raises:
-        PlanError: the plan asks for it and it cannot be.
+        PlanError: transport='shared' is impossible here.
     """
     if transport == "network":
         return
@@ -131,10 +131,10 @@ def share_operands(comm: Comm, transport: str) -> None:
 
 
 class _Cutting:
-    """Cuts the parameters of a model.
+    """The cut of a model's parameters.
 
     Attributes:
-        places: of each new or partial parameter.
+        places: place of each new or partial parameter.
     """
 
     def __init__(self, model: nn.Module, found: FoundLayers, ranks: TensorRanks, sequence: bool) -> None:
@@ -143,7 +143,7 @@ class _Cutting:
         modules = dict(model.named_modules())
         sites: dict[Any, list[tuple[nn.Module, str]]] = defaultdict(
             list
-        )  # where each parameter stands, tied ones twice
+        )  # modules and names of each parameter; tied ones have several
         for module in model.modules():
             for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
                 sites[parameter].append((module, name))
@@ -180,14 +180,14 @@ class _Cutting:
         return part
 
     def _tell_sizes(self, module: Any, layer: FoundLayer) -> None:
-        """Let a linear layer or an embedding of heads tell the sizes of its part."""
+        """Set the attributes of sizes of a linear layer, or of an embedding of heads, to those of its part."""
         own = sum(piece.stop - piece.start for piece in own_pieces(layer, self._ranks))
         for name in SIZES.get(layer.style, ()):
             if hasattr(module, name):
                 setattr(module, name, own)
 
 
-SIZES = {  # attributes that tell the features of a part
+SIZES = {  # attributes with the features of a part
     Style.COLUMN: ("out_features", "nf"),
     Style.ROW: ("in_features", "nx"),
     Style.HEADS: ("embedding_dim",),
@@ -195,7 +195,7 @@ SIZES = {  # attributes that tell the features of a part
 
 
 def own_pieces(layer: FoundLayer, ranks: TensorRanks, rank: int | None = None) -> Iterator[Piece]:
-    """What a rank, this one by default, holds of the features, or of the vocabulary, of a layer."""
+    """A rank's pieces of a layer's features or vocabulary; by default this rank's."""
     if layer.style in (Style.EMBEDDING, Style.OUTPUT):
         yield Piece(*ranks.rows(layer.segments[0].size, rank))
     else:
@@ -203,7 +203,7 @@ def own_pieces(layer: FoundLayer, ranks: TensorRanks, rank: int | None = None) -
 
 
 def dimension_of(layer: FoundLayer, module: nn.Module, name: str) -> int | None:
-    """The dimension along which a parameter of a layer is cut; None for one that is whole."""
+    """The dimension along which a parameter of a layer is cut; None for a whole one."""
     match layer.style:
         case Style.WHOLE:
             return None
@@ -225,12 +225,12 @@ def output_dimension(module: nn.Module) -> int:
 
 
 class _Forwards:
-    """Puts split forwards in the place of those of a model's modules.
+    """The split forwards of a model's modules.
 
     Attributes:
         entrances: of column-parallel layers, by the module that holds them.
-        opened: of these modules, those that mix positions.
-        overlap: whether sums of all of them run beside the gradients of weights.
+        opened: those of these modules that mix positions.
+        overlap: whether all their sums overlap the weights' gradients.
     """
 
     def __init__(self, model: nn.Module, found: FoundLayers, ranks: TensorRanks, zones: Zones) -> None:
@@ -242,7 +242,7 @@ class _Forwards:
         self.overlap = True
 
     def install(self) -> None:
-        """Give each split layer its forward."""
+        """Install the forward of each split layer."""
         groups: dict[str, list[FoundLayer]] = defaultdict(list)
         for layer in self._found.layers:
             if layer.style is Style.COLUMN:
@@ -265,7 +265,7 @@ class _Forwards:
                 split_output(self._model, module, self._ranks, *self._vocabulary(layer), layer.name)
 
     def adapt(self) -> None:
-        """Give modules beside the heads of this rank what they need besides sizes."""
+        """Adapt modules to this rank's heads beyond their sizes (`heads`)."""
         borders, ranks, rank = RankBorders(self._ranks), self._ranks.size, self._ranks.rank
         for layer in self._found.layers:
             fit_layer(self._modules[layer.name], layer, borders, ranks, rank)
@@ -275,12 +275,12 @@ class _Forwards:
                 fit_attention(self._modules[attention.name], attention, borders, ranks, rank, entrance)
 
     def _vocabulary(self, layer: FoundLayer) -> tuple[int, int, int]:
-        """This rank's rows [start, stop) of a vocabulary, and the size of all."""
+        """This rank's rows [start, stop) of a vocabulary, and its total size."""
         total = layer.segments[0].size
         return (*self._ranks.rows(total), total)
 
     def _enter(self, holder: str, layers: list[FoundLayer], opened: bool) -> None:
-        """The forwards of the column-parallel layers of one module."""
+        """Install the forwards of one module's column-parallel layers."""
         modules: list[Any] = [self._modules[layer.name] for layer in layers]
         parameters = [
             Parameters(module, bool(output_dimension(module)), self._sums(layer))
@@ -296,17 +296,17 @@ class _Forwards:
             insert(module, "divided", ColumnForward(module, entrance, self._zones, each, columns).around)
 
     def _sums(self, layer: FoundLayer) -> Any:
-        """Adds up gradients of features that several ranks hold; None where none are."""
+        """A function that sums gradients of features with copies on several ranks; None without copies."""
         if all(segment.copies(self._ranks.size) == 1 for segment in layer.segments):
             return None
         return partial(sum_copies, layer.segments, self._ranks, layer.name)
 
 
 def divided_columns(layer: FoundLayer, row: FoundLayer | None, ranks: TensorRanks) -> DividedActivations:
-    """The features and the heads that this rank has of the output of a column-parallel layer.
+    """This rank's features and heads of a column-parallel layer's output.
 
     Args:
-        row: the row-parallel layer behind it, if it is known: it reads the heads of all queries.
+        row: the row-parallel layer behind it, or None; it reads the heads of all queries.
     """
     features, heads = _divisions(layer, ranks), []
     for each in (*(_divisions(row, ranks) if row is not None else ()), *features):
@@ -317,7 +317,7 @@ def divided_columns(layer: FoundLayer, row: FoundLayer | None, ranks: TensorRank
 
 
 def _divisions(layer: FoundLayer, ranks: TensorRanks) -> list[Division]:
-    """This rank's run of each segment of a layer's features; none if segments are of some ranks alone."""
+    """This rank's range of each segment of a layer's features; empty if some segments are not on all ranks."""
     found, first = [], 0
     if any(segment.ranks is not None for segment in layer.segments):
         return []
@@ -328,16 +328,16 @@ def _divisions(layer: FoundLayer, ranks: TensorRanks) -> list[Division]:
 
 
 def _holder(name: str) -> str:
-    """The path of the module that holds another."""
+    """The path of a module's parent."""
     return name.rpartition(".")[0]
 
 
 def sum_copies(
     segments: tuple[Segment, ...], ranks: TensorRanks, label: str, gradient: Tensor, dimension: int
 ) -> Tensor:
-    """The gradient [own features along `dimension`] with those of features that several ranks hold added up.
+    """The gradient [own features along `dimension`], with features that have copies on several ranks summed over them.
 
-    One message has all copied segments whole, each rank's own part in its place and zeros elsewhere.
+    One message has all copied segments whole, with each rank's own part and zeros elsewhere.
     """
     own = list(pieces_of(segments, ranks.size, ranks.rank))
     at = [0]

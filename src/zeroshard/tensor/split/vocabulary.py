@@ -1,11 +1,11 @@
 """Embeddings and output layers whose rows, the vocabulary, are split among ranks (1909.08053, section 3).
 
 Rank r has rows [r·c, (r+1)·c) of V, c = ⌈V/t⌉, in the module's `weight` and `bias`; modules keep class, names and
-sizes, and get a forward of their own. Tied weights have the same rows in both.
+sizes, and get another forward. Tied weights have the same rows in both.
 
-An embedding looks up this rank's rows and adds up over the ranks, one message of [..., D]. The input of an output layer
-is equal on all ranks, and its gradient the sum of theirs; its logits are `ShardedLogits`, or those of all classes while
-a model is evaluated. Where `losses` knows the loss of a model, there are no logits.
+An embedding looks up this rank's rows and sums them over the ranks, one message of [..., D]. The input of an output
+layer is equal on all ranks, and its gradient is summed over them; its logits are `ShardedLogits`, or of all classes in
+evaluation. If `losses` supports a model's loss, there are no logits.
 """
 
 import weakref
@@ -34,10 +34,10 @@ from zeroshard.units.hooks import listen
 class _SplitForward:
     """The forward of a module with some rows of a vocabulary.
 
-    That of its class runs, and what it calls with the weight is called for all ranks.
+    It runs the forward of the module's class, with functions of torch replaced by ones for all ranks.
 
     Args:
-        functions: to what stands in for them, given the module first; NotImplemented where it does not.
+        functions: replacements of torch's functions; they get the module first, and may return NotImplemented.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class _SplitForward:
         raise NotImplementedError
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As the forward of the module's class."""
+        """Run the forward of the module's class, for all ranks."""
         module: Any = self._module()
         kind = type(module)
         if kind.forward in (nn.Embedding.forward, nn.Linear.forward):
@@ -70,10 +70,10 @@ class _SplitForward:
 
 
 class _InPlaceOf(TorchFunctionMode):
-    """Calls other functions in the place of torch's.
+    """A mode that replaces functions of torch.
 
     Attributes:
-        called: whether one did what was asked.
+        called: whether a replacement returned a result.
     """
 
     def __init__(self, functions: Mapping[Any, Callable[..., Any]]) -> None:
@@ -118,7 +118,7 @@ class SplitOutput(_SplitForward):
     """The forward of an output layer; a deep copy of the module has its own.
 
     Args:
-        product: the forward that another technique has put in the place of the module's own; None otherwise.
+        product: another technique's replacement of the module's forward, or None.
     """
 
     def __init__(self, module: nn.Linear, vocabulary: SplitVocabulary, product: Any = None) -> None:
@@ -157,7 +157,7 @@ class SplitOutput(_SplitForward):
 
 
 def split_embedding(module: nn.Embedding, ranks: TensorRanks, start: int, stop: int, total: int, name: str) -> None:
-    """Let an embedding look up rows of all ranks, after its weight was replaced by rows [start, stop) of `total`.
+    """Install the forward of an embedding whose weight has become rows [start, stop) of `total`.
 
     Args:
         name: of the module, for messages.
@@ -178,10 +178,10 @@ def split_embedding(module: nn.Embedding, ranks: TensorRanks, start: int, stop: 
 def split_output(
     model: nn.Module, module: nn.Linear, ranks: TensorRanks, start: int, stop: int, total: int, name: str
 ) -> None:
-    """Let an output layer make logits or the loss with all ranks, after rows [start, stop) of `total` replaced its own.
+    """Install the forward of an output layer whose weight has become rows [start, stop) of `total`.
 
     Args:
-        model: the whole one, whose loss may be known.
+        model: the whole model, whose loss may be supported.
         name: of the module, for messages.
     """
     vocabulary = SplitVocabulary(ranks, start, stop, total, name)
