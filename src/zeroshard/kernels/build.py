@@ -1,8 +1,8 @@
 """Shared libraries from C++ sources of the package, built once per machine into the user's cache.
 
-[Note: dispatch] A library is built for the processor that will run it, with all of that one's instructions (AVX2 or
-AVX-512 on x86). The name of its file has a digest of source, headers, flags, compiler and processor, so machines that
-share a cache and differ in their instructions have a file each.
+[Note: dispatch] A library is built for this machine's processor, with all its instructions (AVX2 or AVX-512 on x86).
+The file's name has a digest of source, headers, flags, compiler and processor, so machines with a shared cache and
+other instructions use other files.
 """
 
 import contextlib
@@ -63,7 +63,7 @@ def _folder() -> Path:
 
 
 def _target(compiler: str) -> str:
-    """The compiler and this CPU, on which a kernel's machine code depends besides source and flags."""
+    """The compiler and this CPU, which determine a kernel's machine code besides source and flags."""
     cpu = platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -77,10 +77,10 @@ def _target(compiler: str) -> str:
 def _alone(built: Path) -> Iterator[None]:
     """Build a library in one process while others wait for it; a lock ends with its process.
 
-    Where the file system has no locks, or one is held for too long, each builds it.
+    Without file locks, or after `PATIENCE` seconds, each process builds it.
     """
     with contextlib.ExitStack() as inside:
-        with contextlib.suppress(OSError):  # of a folder that cannot be written, building tells
+        with contextlib.suppress(OSError):  # `_build` reports a folder that cannot be written
             built.parent.mkdir(parents=True, exist_ok=True)
             lock = inside.enter_context(built.with_suffix(".lock").open("w"))
             until = time.monotonic() + PATIENCE
@@ -94,7 +94,7 @@ def _alone(built: Path) -> Iterator[None]:
 
 
 def _build(compiler: str, source: Path, flags: Sequence[str], built: Path) -> None:
-    """Compile into a file of this process's own, then rename, so that no process finds a part of it."""
+    """Compile into a temporary file, then rename, so that no process reads an incomplete one."""
     try:
         built.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=built.parent) as folder:

@@ -1,8 +1,8 @@
 """Optimizers: any elementwise `torch.optim` optimizer, run on slices of flat buffers (1910.02054, section 5.1).
 
-`trial` finds out whether an optimizer treats each element alone; `slices` steps over slices of flats, or over whole
-tensors that ranks share out; `states` reads states by parameter and from checkpoints; `host` updates on CPUs, in memory
-and offloaded. `algorithms` are optimizers of our own, which run in a plain loop too.
+`trial` tests whether an optimizer is elementwise; `slices` steps over slices of flats, or over whole tensors, each on
+one owner rank; `states` reads states by parameter and from checkpoints; `host` updates on CPUs, in memory and
+offloaded. `algorithms` are the package's own optimizers, which run in a plain loop too.
 """
 
 from zeroshard.optim.algorithms.adafactor import Adafactor

@@ -12,15 +12,15 @@ class Drawing(Choice):
     """The random numbers of a plan.
 
     Attributes:
-        exact: whether they are keyed by what they belong to.
+        exact: whether they are keyed by step, row and module.
     """
 
     exact: bool = False
 
     def describe(self, ranks: int | None) -> Description:
-        """Exact ones are named."""
+        """A setting for exact random numbers."""
         return Description(settings=("exact random numbers",) if self.exact else ())
 
     def rehearsed(self, settled: int, meaningless: bool) -> Mapping[str, Any]:
-        """Torch's own, whose tensors are as large: a rehearsal has no use for the numbers."""
+        """Torch's own numbers, with tensors of equal size: a rehearsal does not use the values."""
         return {"rng": "fast"} if self.exact else {}

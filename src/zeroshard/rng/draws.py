@@ -1,7 +1,7 @@
-"""Torch's operations that draw, with the words of a stream in the place of a generator's.
+"""Torch's random operations, with the words of a stream instead of a generator's.
 
-`DRAWS` has one function for each operation that is known, called with the stream and the operation's own arguments.
-Densities are those of torch; the numbers are not, since its generators give others.
+`DRAWS` has one function for each supported operation, called with the stream and the operation's own arguments.
+Distributions are torch's; the numbers are not.
 """
 
 import math
@@ -19,7 +19,7 @@ DIGITS = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64
 
 
 def filled(stream: Stream, out: Tensor, per_element: int, values: Values) -> Tensor:
-    """`out` with a value for each element, from so many words each."""
+    """`out` with a value for each element, each from `per_element` words."""
     target = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
     for part, bits in stream.tiles(target, per_element):
         part.copy_(values(bits))
@@ -65,7 +65,7 @@ def integers(stream: Stream, out: Tensor, low: int, high: int) -> Tensor:
 
 
 def _fractions(bits: Tensor, digits: int) -> Tensor:
-    """Numbers in [0, 1) of so many binary digits, from one word, or from two if they are more than 32."""
+    """Numbers in [0, 1) of `digits` binary digits, from one word, or from two for more than 32."""
     if digits > 32:
         high, low = (bits[..., 0] >> 5).double(), (bits[..., 1] >> 6).double()  # 27 and 26 digits with their sign
         wide: Tensor = ((high + 2**26) * 2**26 + (low + 2**25)) * 2.0**-53
@@ -86,7 +86,7 @@ def _like(tensor: Tensor, options: dict[str, Any]) -> Tensor:
 
 def _exponential(stream: Stream, out: Tensor, rate: float = 1.0) -> Tensor:
     digits = 53 if out.dtype == torch.float64 else 24
-    least = 2.0 ** -(digits + 1)  # never 0, by which others divide
+    least = 2.0 ** -(digits + 1)  # never 0, as it is used as a divisor
     values: Values = lambda bits: (1 - _fractions(bits, digits)).log().neg().clamp_(min=least) / rate  # noqa: E731
     return filled(stream, out, 2 if digits > 32 else 1, values)
 
@@ -174,9 +174,9 @@ DRAWS: dict[Any, Callable[..., Any]] = {
     aten.multinomial.default: _multinomial,
     aten.rrelu_with_noise.default: _rrelu,
 }
-UNTAGGED = (aten.random_, aten.binomial, aten._sample_dirichlet)  # which draw, and torch does not say so
+UNTAGGED = (aten.random_, aten.binomial, aten._sample_dirichlet)  # random operations without torch's tag
 
 
 def draws(operation: Any) -> bool:
-    """Whether an operation of torch takes numbers from its generators."""
+    """Whether an operation of torch draws from its generators."""
     return torch.Tag.nondeterministic_seeded in operation.tags or operation.overloadpacket in UNTAGGED

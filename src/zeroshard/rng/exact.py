@@ -1,20 +1,20 @@
 """Draws of modules in training, keyed by (seed, step, module's name, call, draw in the call, row, element).
 
-A dispatch mode of torch sees every operation below autograd, also those that torch's own C++ composes others of, as
-attention does of a product, a softmax and a dropout. It is on while a module runs in a forward that is trained, or in
-a recomputation; so torch's generators are not used there, and nothing changes elsewhere.
+A dispatch mode of torch receives every operation below autograd, also the parts of composite C++ operations, such as
+the dropout of attention. It is on while a module runs in a forward of training, or in a recomputation; so torch's
+generators are not used there, and nothing changes elsewhere.
 
-[Note: recomputations] A recomputed region has to meet the draws of its forward, whichever region it is and however
-many microbatches are in flight. Every method of recomputation restores torch's default generator to its state at the
-start of the region. So in a forward the generator is seeded, before the first draw and after each, with a number that
-says which draw comes next; the user's state is put back at the end. In a backward this number is read again.
+[Note: recomputations] A recomputed region must repeat the draws of its forward, for any region and any number of
+microbatches in flight. Every method of recomputation restores torch's default generator to its state at the start of
+the region. So in a forward the generator is seeded, before the first draw and after each, with the number of the next
+draw; the user's state is restored at the end. A recomputation reads this number.
 
-[Note: parts] Where layers are split among ranks, a draw is the part of one process's draw that this rank has. Which
-part is noted as the forward draws it, and used again in a recomputation, whose region may begin anywhere.
+[Note: parts] If layers are split among ranks, a draw is this rank's part of one process's draw. The part is recorded
+with the forward's draw, and used again in a recomputation, whose region may begin anywhere.
 
-[Note: names] A module that stands in the model at several paths, such as one dropout shared by all blocks, is named
-after the module that calls it too, so that a pipeline stage that runs some of the callers counts as one process does.
-Its calls are counted as it is entered, and not as it draws: a module that a stage passes over counts.
+[Note: names] A module at several paths of the model, such as one dropout shared by all blocks, is also named after its
+caller, so that a pipeline stage with some of the callers counts as one process does. Its calls are counted on entry,
+not per draw: a module that a stage skips counts.
 """
 
 import sys
@@ -41,8 +41,8 @@ from zeroshard.rng.streams import RankStreams, equalise
 from zeroshard.units.hooks import Hook, listen
 from zeroshard.units.materialise import seed_of
 
-MARK, PLACES = 0x5A << 55, 2**24  # what the generator's seed begins with; draws of one forward
-REMEMBERED = 1024  # forwards whose draws can be made again
+MARK, PLACES = 0x5A << 55, 2**24  # prefix of the generator's seed; most draws of one forward
+REMEMBERED = 1024  # forwards whose draws can be repeated
 CALL, CHECKPOINTS = nn.Module._call_impl.__code__, checkpoints.__file__
 
 
@@ -51,8 +51,8 @@ class _Forward:
     """The state of the draws of one microbatch.
 
     Attributes:
-        calls: of each module so far, by name.
-        drawn: of each draw, the path of its module, its key, and how activations were divided ([Note: parts]).
+        calls: number of calls of each module so far, by name.
+        drawn: for each draw, the path of its module, its key, and the division of activations ([Note: parts]).
     """
 
     number: int
@@ -61,7 +61,7 @@ class _Forward:
     drawn: list[tuple[str, int, DividedActivations | None]] = field(default_factory=list)
 
     def seed(self, draw: int) -> int:
-        """The seed of torch's generator while this draw is the next ([Note: recomputations])."""
+        """The seed of torch's generator before this draw ([Note: recomputations])."""
         return MARK | self.number * PLACES + draw
 
 
@@ -80,7 +80,7 @@ class ExactNumbers:
 
     Args:
         rows: numbers the rows of the batches.
-        zones: where activations are divided among ranks; None if nowhere.
+        zones: division of activations among ranks; None without.
 
     Raises:
         ModelError: the model has compiled or scripted modules, whose draws cannot be replaced.
@@ -95,7 +95,7 @@ class ExactNumbers:
         self._mode = _Draws(self._draw)
         self._forwards: OrderedDict[int, _Forward] = OrderedDict()
         self._forward: _Forward | None = None
-        self._given = False  # whether the microbatch is that of an order
+        self._given = False  # whether `microbatch` has set the forward
         self._count = 0
         self._state: torch.Tensor | None = None
         self._key = lru_cache(maxsize=2**16)(lambda *names: seed_of(seed, "draw", *names))
@@ -105,7 +105,7 @@ class ExactNumbers:
             module.register_forward_hook(Hook(self._leave), always_call=True)
 
     def number(self, parts: Sequence[Any]) -> list[MicrobatchRows | None]:
-        """The rows of each microbatch of this data rank's batch; a collective call where there are several."""
+        """The rows of each microbatch of this data rank's batch; a collective call with several data ranks."""
         return [*self._rows.of_batch(parts)]
 
     def microbatch(self, rows: MicrobatchRows | None) -> AbstractContextManager[None]:
@@ -114,7 +114,7 @@ class ExactNumbers:
 
     @contextmanager
     def again(self, module: nn.Module) -> Iterator[None]:
-        """A module's own forward is computed again ([Note: recomputations])."""
+        """Recompute a module's own forward inside ([Note: recomputations])."""
         self._enter(module, (), {})
         try:
             yield
@@ -122,14 +122,14 @@ class ExactNumbers:
             self._leave(module, (), None)
 
     def discard(self) -> None:
-        """The backwards of the step so far are as if they had not been."""
+        """Forget the microbatches of the step so far."""
         self._rows.discard()
 
     def end_step(self) -> None:
-        """Check that the rows of a loop by hand were numbered rightly; a collective call where there are several ranks.
+        """Check the row numbers of a loop by hand; a collective call with several ranks.
 
         Raises:
-            BatchError: the ranks had unlike numbers of rows or of microbatches.
+            BatchError: the ranks had unequal numbers of rows or of microbatches.
         """
         self._rows.check()
 
@@ -143,7 +143,7 @@ class ExactNumbers:
             self._forward, self._given = before, False
 
     def _begin(self, rows: MicrobatchRows) -> _Forward:
-        """A microbatch's forward begins."""
+        """Begin the forward of a microbatch."""
         if self._zones is not None:
             self._zones.reset()
         self._count += 1
@@ -172,7 +172,7 @@ class ExactNumbers:
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if not self._running or self._running[-1].module is not module:
-            return  # it was entered in a forward that is not trained
+            return  # it was entered outside of training
         self._running.pop()
         if self._running:
             return
@@ -183,7 +183,7 @@ class ExactNumbers:
             listen(output, self._rows.backward_began, first=True)
 
     def _begin_forward(self, args: Any, kwargs: Any) -> None:
-        """The outermost module of a forward is entered."""
+        """Seed the generator as the outermost module of a forward is entered."""
         if not self._given:
             rows = self._rows.of_forward(args, kwargs)
             if rows is not None:
@@ -193,7 +193,7 @@ class ExactNumbers:
         torch.default_generator.manual_seed(self._forward.seed(len(self._forward.drawn)))
 
     def _draw(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of an operation that draws."""
+        """The result of a random operation."""
         own = kwargs.get("generator")
         if own is not None or _draws_nothing(operation, args, kwargs):
             return operation(*args, **kwargs)
@@ -225,7 +225,7 @@ class ExactNumbers:
         return forward, key, divided
 
     def _drawn_before(self, call: _Call) -> tuple[_Forward, int, DividedActivations | None]:
-        """The forward, the key and the part of a draw that is made again ([Note: recomputations], [Note: parts])."""
+        """The forward, the key and the part of a repeated draw ([Note: recomputations], [Note: parts])."""
         path, seed = self._paths[call.module], torch.default_generator.initial_seed()
         forward = self._forwards.get((seed ^ MARK) // PLACES)
         draw = (seed ^ MARK) % PLACES
@@ -239,7 +239,7 @@ class ExactNumbers:
         return forward, *forward.drawn[draw][1:]
 
     def _refuse_bare_checkpoints(self) -> None:
-        """Refuse a draw whose recomputation would not go through a module of the model.
+        """Refuse a draw whose recomputation would bypass the model's modules.
 
         Raises:
             PlanError: with the module.
@@ -257,7 +257,7 @@ class ExactNumbers:
 
 
 class _Draws(TorchDispatchMode):
-    """Hands operations that draw to a function, and leaves all others alone."""
+    """Passes random operations to a function, and runs all others."""
 
     def __init__(self, draw: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -265,7 +265,7 @@ class _Draws(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Leave out torch's guard against compilation, a sixth of the cost of an operation: nothing is compiled."""
+        """False: skips torch's guard against compilation, a sixth of an operation's cost; nothing is compiled."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -279,14 +279,14 @@ class _Draws(TorchDispatchMode):
 
 @lru_cache(maxsize=256)
 def _switches(operation: Any) -> list[tuple[int, str, Any]]:
-    """The arguments with which an operation that may draw does not: place, name and default."""
+    """The arguments that switch off an operation's draw: place, name and default."""
     names = ("dropout_p", "dropout", "train", "training")
     arguments = enumerate(operation._schema.arguments)
     return [(place, a.name, a.default_value) for place, a in arguments if a.name in names]
 
 
 def _draws_nothing(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an operation is called so that it does not draw: in evaluation, or with a dropout of 0."""
+    """Whether a call of an operation does not draw: in evaluation, or with a dropout of 0."""
     given = [
         args[place] if place < len(args) else kwargs.get(name, default) for place, name, default in _switches(operation)
     ]
@@ -294,7 +294,7 @@ def _draws_nothing(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _refusal(operation: Any, path: str, module: nn.Module) -> str:
-    """Why an operation is refused, and the way out."""
+    """The message for an unsupported operation, with the way out."""
     name = operation._schema.name.removeprefix("aten::")
     way_out = "use rng='fast'"
     if "attention" in name:
@@ -309,7 +309,7 @@ def _refusal(operation: Any, path: str, module: nn.Module) -> str:
 
 
 def _unclear(error: UnclearDrawError, path: str, module: nn.Module) -> str:
-    """Why a draw between split layers is refused, and the way out."""
+    """The message for an ambiguous draw between split layers, with the way out."""
     return (
         f"rng='exact': {type(module).__name__} at '{path or 'the model itself'}' draws {error}. Draw numbers for each "
         f"element of the activation, leave the layers around it whole, or use rng='fast'."
@@ -331,14 +331,14 @@ def random_numbers_of(
 ) -> RandomNumbers:
     """Random numbers keyed by step, row and module if `exact`, else torch's streams.
 
-    A collective call where activations are divided: ranks that work on the same data get the same generators.
+    A collective call if activations are divided: ranks with the same data get equal generators.
 
     Args:
         rows: numbers the rows of the batches.
-        zones: where activations are divided; None if nowhere.
+        zones: division of activations among ranks; None without.
 
     Raises:
-        ModelError: the model has modules whose draws cannot be replaced, and they have to be.
+        ModelError: `exact`, and the model has modules whose draws cannot be replaced.
     """
     if zones is None or zones.axis is None:
         return ExactNumbers(model, seed, rows) if exact else TorchStreams()

@@ -1,4 +1,4 @@
-"""The layout of a draw: which dimension of its tensor is the batch's rows, if one is, and which one ranks divide.
+"""The layout of a draw: the dimension of its tensor with the batch's rows, if any, and the one that ranks divide.
 
 | Shape, of a microbatch of n rows | Read as |
 |---|---|
@@ -8,12 +8,12 @@
 | [n * k, ...] | k entries of each row, side by side (heads or tokens flattened into the batch) |
 | anything else | no rows |
 
-[Note: divided draws] Where layers are split, a rank draws a part of what one process draws: its positions of each
-sequence, its heads, or its features (`parts.zones`). The shape says which: one dimension of it has the size of the
-rank's part. With the whole size in its place it is the shape that one process draws, whose rows are found by the table;
-of each row, the rank then draws runs of elements at even distances. A shape without such a dimension is one that all
-ranks draw alike if it has one number for each row or for all, or, between split layers, that of a parameter. Any other
-is refused, and so is one that can be read in two ways.
+[Note: divided draws] If layers are split, a rank draws a part of one process's draw: its positions of each sequence,
+its heads, or its features (`DividedActivations`). The shape shows which: one dimension has the size of the rank's part.
+With the whole size instead it is the shape of one process's draw, whose rows follow from the table; of each row, the
+rank then draws runs of elements at even distances. Without such a dimension, all ranks draw equal numbers if there is
+one for each row or for all, or, between split layers, the shape is a parameter's. Other shapes are refused, and so are
+ambiguous ones.
 """
 
 import itertools
@@ -26,12 +26,12 @@ from torch import Tensor
 from zeroshard.parts.zones import DividedActivations, Division
 from zeroshard.rng.philox import Elements, random_bits
 
-TILE = 2**16  # elements that are drawn at a time, so that their words stay in the cache
-NO_ROW = 2**32 - 1  # in the place of a row's number
+TILE = 2**16  # elements of a tile, whose words stay in the cache
+NO_ROW = 2**32 - 1  # the row number of a draw without rows
 
 
 class UnclearDrawError(Exception):
-    """A draw's shape does not say which part of the numbers of one process it has."""
+    """A draw's shape does not identify its part of one process's numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class RowLayout:
 
     Attributes:
         first: number of the first run's first element in its row.
-        stride: elements from the start of a run to that of the next; 0 where they lie one after the other.
+        stride: elements from the start of a run to the next; 0 for contiguous runs.
     """
 
     outer: int
@@ -52,10 +52,10 @@ class RowLayout:
 
 
 def layout_of(shape: Sequence[int], rows: int, parameters: Collection[Sequence[int]] = ()) -> RowLayout | None:
-    """Where a draw's rows are, after the table above; None if it has none.
+    """The layout of a draw's rows, by the table above; None if it has none.
 
     Args:
-        rows: of the microbatch; 0 where they are not known.
+        rows: of the microbatch; 0 if unknown.
         parameters: shapes of the module's own parameters.
     """
     if not rows or not shape or not math.prod(shape):
@@ -72,10 +72,10 @@ def layout_of(shape: Sequence[int], rows: int, parameters: Collection[Sequence[i
 def divided_layout(
     shape: Sequence[int], rows: int, divided: DividedActivations, parameters: Collection[Sequence[int]] = ()
 ) -> RowLayout | None:
-    """Where a draw's rows and this rank's part of them are ([Note: divided draws]); None if it has no rows.
+    """The layout of a draw's rows and of this rank's part ([Note: divided draws]); None if it has no rows.
 
     Raises:
-        UnclearDrawError: the shape does not say.
+        UnclearDrawError: the shape is ambiguous.
     """
     size = math.prod(shape)
     if not size or not shape:
@@ -93,14 +93,14 @@ def divided_layout(
 
 
 def _readings(shape: tuple[int, ...], rows: int, divided: DividedActivations) -> Iterator[RowLayout]:
-    """Each way in which a draw may be a part of one process's."""
+    """All layouts in which a draw may be a part of one process's."""
     if divided.positions is not None:
         ways = (_behind_rows(shape, rows, divided.positions, flattened) for flattened in (False, True))
         yield from filter(None, ways)
     if len(shape) in (3, 4):
         readings = [(_behind_rows(shape, rows, heads, len(shape) == 3), heads.whole) for heads in divided.heads]
         fitting = [(reading, whole) for reading, whole in readings if reading is not None]
-        if shape[-1] == shape[-2]:  # attention probabilities, of each head of the queries; keys may have fewer
+        if shape[-1] == shape[-2]:  # attention probabilities, per head of the queries; keys may have fewer
             fitting = sorted(fitting, key=lambda each: each[1])[-1:]
         yield from (reading for reading, _ in fitting)
     for features in divided.features if len(shape) in (2, 3) else ():
@@ -111,9 +111,9 @@ def _readings(shape: tuple[int, ...], rows: int, divided: DividedActivations) ->
 
 
 def _behind_rows(shape: tuple[int, ...], rows: int, division: Division, flattened: bool) -> RowLayout | None:
-    """The reading as [rows, divided, ...], or [rows x divided, ...] if `flattened`; None if it is none."""
+    """The layout as [rows, divided, ...], or [rows x divided, ...] if `flattened`; None if the shape does not fit."""
     if flattened:
-        # One element of each row looks like a row that is not divided.
+        # one element of each row would look like an undivided row
         fits, rest = shape[0] == rows * division.size and division.size > 1, shape[1:]
         whole = (rows * division.whole, *rest)
     else:
@@ -131,12 +131,12 @@ class Stream:
 
     Attributes:
         key: of the seed, the module's name, its call, and the draw in it.
-        step: in which it is drawn.
-        rows: how many rows the microbatch has; 0 where they are not known.
-        first_row: the number of its first row in the whole batch.
+        step: the step.
+        rows: number of rows of the microbatch; 0 if unknown.
+        first_row: number of its first row in the whole batch.
         parameters: shapes of the module's own parameters.
-        by_row: told if the draw has rows.
-        divided: how this rank's activations are divided where it is drawn; None where they are whole.
+        by_row: called if the draw has rows.
+        divided: division of this rank's activations at the draw; None if they are whole.
     """
 
     key: int
@@ -151,7 +151,7 @@ class Stream:
         """Parts of a contiguous tensor, each with its words: int32, one dimension of `per_element` more.
 
         Raises:
-            UnclearDrawError: the shape does not say which part of the draw this rank has.
+            UnclearDrawError: the shape does not identify this rank's part of the draw.
         """
         if self.divided is None:
             layout = layout_of(out.shape, self.rows, self.parameters)
@@ -180,9 +180,9 @@ class Stream:
 
 
 def _cuts(sizes: tuple[int, int, int, int]) -> Iterator[tuple[range, range, range, range]]:
-    """Ranges of outer, rows, runs and inner of at most `TILE` elements together, if one element is not more."""
+    """Ranges of outer, rows, runs and inner, with at most `TILE` elements in each combination."""
     lengths, room = [], TILE
-    for size in reversed(sizes):  # a dimension is cut only if all before it are cut one by one
+    for size in reversed(sizes):  # a dimension is cut only if all before it are cut to 1
         length = max(1, min(size, room))
         lengths.append(length)
         room = room // length if length == size else 1

@@ -1,8 +1,8 @@
 """Philox4x32-10, a random number generator without a state (Salmon, Moraes, Dror and Shaw, SC'11, section 3.3).
 
-A block of four 32-bit words is a function of a 64-bit key and a 128-bit counter, so any element of any row is drawn
+A block of four 32-bit words is a function of a 64-bit key and a 128-bit counter, so any element of any row can be drawn
 without those before it. `blocks` is the definition, in torch's operations, for every device. On a CPU a kernel in C++
-computes the same words about eight times as fast; without a compiler, or if a word differed, `blocks` does it.
+computes the same words about eight times as fast; `blocks` replaces it without a compiler, or if a word differs.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)  # added to the key after each round: the golden ratio, and sqrt(3) - 1
 SOURCE = build.SOURCES / "philox.cpp"
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared")
-AT_ONCE = 2**15  # blocks that `random_bits` computes at a time in torch's operations
+AT_ONCE = 2**15  # blocks per pass of `random_bits` in torch's operations
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ def blocks(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: int) -> tuple[Te
     c0, c1, c2, c3 = torch.broadcast_tensors(*counter)
     key0, key1 = key & MASK, key >> BITS
     for _ in range(ROUNDS):
-        product0, product1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]  # wrap around at 2^64, which the masks take back
+        product0, product1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]  # the masks undo wrap-around at 2^64
         c0, c2 = (product1 >> BITS & MASK) ^ c1 ^ key0, (product0 >> BITS & MASK) ^ c3 ^ key1
         c1, c3 = product1 & MASK, product0 & MASK
         key0, key1 = key0 + WEYL[0] & MASK, key1 + WEYL[1] & MASK
@@ -122,7 +122,7 @@ def _runs_in_torch(key: int, step: int, elements: Elements, place: tuple[int, in
 
 @cache
 def _kernel() -> Callable[..., None] | None:
-    """The kernel, unless it cannot be built or its words are others."""
+    """The kernel; None, with a warning, if it cannot be built or its words differ."""
     try:
         function = build.library(SOURCE, FLAGS).zeroshard_philox
         function.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 6, *[ctypes.c_uint32] * 2, ctypes.c_void_p]

@@ -1,9 +1,9 @@
 """Rows: the number of each row of a rank's microbatches in the whole batch of a step.
 
-The whole batch is that of one process: the batches of data ranks one after the other, each with its microbatches in
-order. `train_step` knows its batch, and the ranks tell each other how many rows they have. In a loop by hand a rank
-cannot know what is to come on lower ranks: rows are numbered as if every microbatch of every rank had as many, and as
-if there were as many microbatches as the plan says; before the update the ranks compare whether that was so.
+The whole batch is one process's: the batches of the data ranks in order, each with its microbatches in order.
+`train_step` has its batch, and the ranks all-gather their numbers of rows. In a loop by hand the rows of lower ranks
+are unknown: rows are numbered as if all microbatches of all ranks had equally many, and as if there were as many
+microbatches as in the plan; before the update the ranks check this.
 
 [Note: microbatches by hand] The first forward of a step, and the first after a backward, begins a microbatch; further
 forwards before a backward are further calls on the same rows.
@@ -21,7 +21,7 @@ from zeroshard.parts.part import MicrobatchRows
 from zeroshard.units.hooks import tensors_in
 
 COUNT = struct.Struct("<qq")  # of a batch: the data rank, and its rows
-DONE = struct.Struct("<qq?")  # of a step by hand: rows of each microbatch, -1 if unlike; microbatches; numbers in use
+DONE = struct.Struct("<qq?")  # of a step by hand: rows of each microbatch, -1 if unequal; microbatches; numbers in use
 
 
 class Rows:
@@ -29,9 +29,9 @@ class Rows:
 
     Args:
         comm: of all ranks.
-        data_rank: of `data_ranks`, this rank's batch.
-        microbatches: of a step, as the plan says.
-        steps: how many steps were taken.
+        data_rank: number of this rank's batch among `data_ranks`.
+        microbatches: of a step, by the plan.
+        steps: returns the number of steps taken.
     """
 
     def __init__(
@@ -39,12 +39,12 @@ class Rows:
     ) -> None:
         self._comm, self._data_rank, self._data_ranks = comm, data_rank, data_ranks
         self._microbatches, self._steps = microbatches, steps
-        self._by_hand: list[MicrobatchRows] = []  # of the step under way
+        self._by_hand: list[MicrobatchRows] = []  # of the current step
         self._ended = True  # whether the next forward begins a microbatch
         self._used = False
 
     def of_batch(self, parts: Sequence[Any]) -> list[MicrobatchRows]:
-        """The rows of each microbatch of a batch; a collective call where there are several data ranks."""
+        """The rows of each microbatch of a batch; a collective call with several data ranks."""
         counts = [_rows_in(part) for part in parts]
         first, step = 0, self._steps()
         self._used = False
@@ -56,7 +56,7 @@ class Rows:
         return [MicrobatchRows(step, start, count) for start, count in zip(firsts, counts, strict=True)]
 
     def of_forward(self, args: Any, kwargs: Any) -> MicrobatchRows | None:
-        """The rows of a forward by hand; None for another call on those of the last ([Note: microbatches by hand])."""
+        """The rows of a forward by hand; None for another call on the same rows ([Note: microbatches by hand])."""
         step = self._steps()
         if self._by_hand and self._by_hand[0].step != step:
             self._by_hand.clear()
@@ -74,22 +74,22 @@ class Rows:
         return (self._data_rank * self._microbatches + number) * count
 
     def backward_began(self, gradient: torch.Tensor) -> None:
-        """The next forward begins a microbatch."""
+        """Note a backward: the next forward begins a microbatch."""
         self._ended = True
 
     def drew(self) -> None:
-        """A draw has used the rows' numbers."""
+        """Note that a draw has used the rows' numbers."""
         self._used = True
 
     def discard(self) -> None:
-        """The step begins anew, with the forward whose backward is still to come, if there is one."""
+        """Restart the step, with the forward whose backward is still to come, if any."""
         self._by_hand = [] if self._ended else self._by_hand[-1:]
 
     def check(self) -> None:
         """Compare the microbatches of a step by hand with those of other ranks; a collective call.
 
         Raises:
-            BatchError: rows were numbered as they are not in the whole batch.
+            BatchError: the row numbers differ from those in the whole batch.
         """
         used, self._used = self._used and bool(self._by_hand), False
         if self._data_ranks == 1:
@@ -120,5 +120,5 @@ class Rows:
 
 
 def _rows_in(tree: Any) -> int:
-    """The first dimension of the first tensor that has one; 0 if none has."""
+    """The first dimension of the first tensor with dimensions; 0 without."""
     return next((int(tensor.shape[0]) for tensor in tensors_in(tree) if tensor.dim()), 0)

@@ -1,19 +1,19 @@
-"""Torch's streams where layers are split: one that all ranks of a tensor group share, and one for each rank.
+"""Torch's streams for split layers: one shared by all ranks of a tensor group, and one for each rank.
 
-What is equal on all ranks of the group needs equal numbers, what a rank has a part of needs numbers of its own
+Activations that are equal on all ranks of the group need equal numbers, divided ones need different numbers
 (Megatron-LM, tensor_parallel/random.py, keeps a second state of the generator for that). Here no second state is kept:
-each stream is seeded anew at each border of zones, and its seed says all that the next border needs.
+each stream is seeded anew at each border of zones, and its seed contains all data for the next border.
 
-[Note: seeds of zones] When a forward begins, a number is made from the state of torch's generator, which is put back,
+[Note: seeds of zones] When a forward begins, a number is made from the state of torch's generator, which is restored,
 one number on, at the end. Inside, the generator's seed has four fields:
 
     bits 55 to 62   TAG: a forward of split layers is under way
     bits 52 to 54   the zone around split layers, and the one inside of it
-    bits 0 to 51    number of the forward and count of its borders, mixed, with the rank where activations are divided
+    bits 0 to 51    number of the forward and count of its borders, mixed, with the rank if activations are divided
 
 Every method of recomputation restores the state of the generator, and with it the seed, to that at the start of its
-region. So a recomputed region meets the draws of its forward, wherever it starts and ends, and whichever of the two
-streams its draws are from; and a checkpoint of a run has nothing more to keep.
+region. So a recomputed region repeats the draws of its forward, wherever it starts and ends, in both streams; and a
+checkpoint of a run needs no further state.
 """
 
 import ctypes
@@ -50,8 +50,8 @@ class RankStreams:
     """The streams of one model; a `parts.random_numbers.RandomNumbers`.
 
     Args:
-        zones: tell of their borders.
-        comm: of the ranks that split layers among themselves.
+        zones: the zones, which report their borders.
+        comm: of the tensor ranks.
     """
 
     def __init__(self, model: nn.Module, zones: ActivationZones, comm: Comm) -> None:
@@ -59,20 +59,20 @@ class RankStreams:
         self._zones, self._comm, self._device, self._steps = zones, comm, comm.mesh.device, 0
         self._draws = _Drawing(model)
         self._seeded = torch.Generator(self._device) if accelerator.is_accelerator(self._device) else None
-        self._before: tuple[Tensor, Tensor | None] | None = None  # states of torch's generators outside of the model
+        self._before: tuple[Tensor, Tensor | None] | None = None  # of torch's generators outside of the model
         self._given = False  # whether the forward is that of an order
         self._equal = False  # whether the ranks' generators were made equal
         model.register_forward_pre_hook(outside(self._enter), prepend=True)
         model.register_forward_hook(outside(self._leave), always_call=True)
 
     def number(self, parts: Sequence[Any]) -> list[MicrobatchRows | None]:
-        """Rows have no numbers; a collective call in some steps, as `end_step`."""
+        """None for each microbatch: rows have no numbers; a collective call in some steps, as `end_step`."""
         self.end_step()
         return [None] * len(parts)
 
     @contextmanager
     def microbatch(self, rows: MicrobatchRows | None) -> Iterator[None]:
-        """Forwards inside are one."""
+        """Treat the forwards inside as one."""
         self._begin()
         self._given = True
         try:
@@ -82,17 +82,17 @@ class RankStreams:
             self._end()
 
     def again(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Torch's generators say all ([Note: seeds of zones])."""
+        """Nothing to do: torch's generators hold the state ([Note: seeds of zones])."""
         return nullcontext()
 
     def discard(self) -> None:
-        """Streams go on."""
+        """Nothing to do: streams continue."""
 
     def end_step(self) -> None:
-        """Compare torch's generators of the ranks, from time to time: at steps 1, 2, 4, 8, ...; a collective call then.
+        """Compare the ranks' generators of torch at steps 1, 2, 4, 8, ...; a collective call then.
 
         Raises:
-            PlanError: they differ, so that activations which have to be equal would not be.
+            PlanError: they differ, so that activations which must be equal would not be.
         """
         self._steps += 1
         if self._steps & (self._steps - 1) or not self._equal:
@@ -109,7 +109,7 @@ class RankStreams:
             )
 
     def _moved(self, zone: Zone | None, around: bool) -> None:
-        """A border of zones is passed; as `parts.zones.Moved`."""
+        """Switch streams at a border of zones; a `Moved`."""
         seed = torch.default_generator.initial_seed()
         if seed >> TAG_AT != TAG:
             return
@@ -134,7 +134,7 @@ class RankStreams:
             self._end()
 
     def _begin(self) -> None:
-        """A forward begins; the first is a collective call."""
+        """Begin a forward; the first is a collective call."""
         self._end()  # of one that was interrupted
         self._zones.reset()
         if self._draws.now():
@@ -150,23 +150,23 @@ class RankStreams:
             state, of_device = self._before
             self._before = None
             torch.set_rng_state(state)
-            torch.empty((), dtype=torch.int64).random_()  # the next forward's number is another
+            torch.empty((), dtype=torch.int64).random_()  # so that the next forward's number differs
             accelerator.set_random_state(self._device, of_device)
 
     def _seed(self, zones: int, place: int) -> None:
-        """Begin the stream of a zone."""
+        """Seed the stream of a zone."""
         seed = TAG << TAG_AT | zones << ZONES_AT | _mixed(place, self._offset(zones))
         torch.default_generator.manual_seed(seed)
         if self._seeded is not None:
             accelerator.set_random_state(self._device, self._seeded.manual_seed(seed).get_state())
 
     def _offset(self, zones: int) -> int:
-        """The distance of the rank's own stream from rank 0's; 0 in the stream that they share."""
+        """The offset of the rank's own stream; 0 in the shared stream."""
         return (self._comm.mesh.rank + 1) * OF_RANK if zones & ~AROUND else 0
 
 
 def equalise(comm: Comm) -> None:
-    """Give the ranks that work on the same data the generators of the first: torch's, Python's, numpy's.
+    """Copy the first rank's generators to all ranks with the same data: torch's, Python's, numpy's.
 
     A collective call.
     """
@@ -203,7 +203,7 @@ class _Drawing:
                 self._rates += [(module, table, name) for name in names]
 
     def now(self) -> bool:
-        """Whether it may draw as it is."""
+        """Whether it may draw in its present mode."""
         if any(module.training for module in self._may):
             return True
         return any(table.get(name) and module.training for module, table, name in self._rates)
@@ -222,7 +222,7 @@ def _digest(state: Tensor) -> bytes:
 
 
 def _mixed(place: int, offset: int) -> int:
-    """A number of 52 bits that looks random, from which `_separated` finds the place again."""
+    """A mixed 52-bit number; `_separated` inverts it."""
     mixed = (place * ODD[0] + offset) & MIXED
     mixed = (mixed ^ mixed >> HALF) * ODD[1] & MIXED
     return mixed ^ mixed >> HALF

@@ -1,1 +1,1 @@
-"""Optimizers of our own, each in the formulas of its paper, over `tensor_optimizer`."""
+"""The package's own optimizers, each by the formulas of its paper, over `tensor_optimizer`."""

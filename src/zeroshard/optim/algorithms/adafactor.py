@@ -31,7 +31,7 @@ from zeroshard.optim.algorithms.tensor_optimizer import (
 from zeroshard.optim.host import adafactor as host_adafactor
 from zeroshard.optim.host.states import on_cpus
 
-PIECE = 2**20  # elements that are computed at a time on CPUs
+PIECE = 2**20  # elements of a piece on CPUs
 
 
 def decay_at(step: float, rate: float) -> float:
@@ -40,7 +40,7 @@ def decay_at(step: float, rate: float) -> float:
 
 
 def relative_step(step: float) -> float:
-    """The relative step size where no learning rate is given: min(1e-2, 1/sqrt(step)) (Algorithm 4)."""
+    """The relative step size without a learning rate: min(1e-2, 1/sqrt(step)) (Algorithm 4)."""
     return min(1e-2, 1.0 / math.sqrt(step))
 
 
@@ -50,8 +50,8 @@ Place = tuple[slice, ...]  # an index of matrices, and of rows; empty for all
 class Products:
     """Products over a stack of matrices [B, n, m], computed in scratch.
 
-    On CPUs some matrices, or some rows of one, are computed at a time, if all are many; on other devices, where each
-    operation has a cost of its own, all are.
+    On CPUs a large stack is computed in pieces of some matrices, or some rows of one; on other devices, where each
+    operation has a fixed cost, at once.
     """
 
     def __init__(self, stack: torch.Tensor) -> None:
@@ -63,7 +63,7 @@ class Products:
         self._scratch = stack.new_empty(*sizes, columns)
 
     def means_of_squares(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of rows [B, n] and columns [B, m]."""
+        """The mean squares of rows [B, n] and of columns [B, m]."""
         if not self._in_pieces:
             squares = torch.mul(self._stack, self._stack, out=self._scratch)
             return squares.mean(-1), squares.mean(-2)
@@ -74,7 +74,7 @@ class Products:
         return rows, columns.div_(self._stack.shape[1])
 
     def squares_over_columns(self, factors: torch.Tensor) -> torch.Tensor:
-        """Squares times factors [B, m, 1], as [B, n, 1]; right after their means."""
+        """Squares times factors [B, m, 1], as [B, n, 1]; call it right after `means_of_squares`."""
         if not self._in_pieces:
             return torch.matmul(self._scratch, factors)
         sums = self._stack.new_empty((*self._stack.shape[:2], 1))
@@ -83,7 +83,7 @@ class Products:
         return sums
 
     def times(self, other: torch.Tensor) -> Iterator[tuple[Place, torch.Tensor]]:
-        """The places of the pieces, and the products with another tensor [B, n, m] or [B, n, 1] there."""
+        """The index of each piece, and its product with another tensor [B, n, m] or [B, n, 1]."""
         if not self._in_pieces:
             yield (), torch.mul(self._stack, other, out=self._scratch)
             return
@@ -109,7 +109,7 @@ def clipped(size: torch.Tensor, update_size: torch.Tensor, threshold: float) -> 
 class Adafactor(TensorOptimizer):
     """Adafactor with the paper's equations, in fp32 for weights in 16 bits.
 
-    Of a stack of matrices each has rows, columns, clipping and scale of its own (`optim.algorithms.tensor_optimizer`).
+    Each matrix of a stack has rows, columns, clipping and scale of its own (`optim.algorithms.tensor_optimizer`).
 
     Args:
         lr: None for the paper's relative step size, min(1e-2, 1/sqrt(t)); a number takes its place.
@@ -188,7 +188,7 @@ class Adafactor(TensorOptimizer):
         put_back(parameter, weights)
 
     def _by_torch(self, weights: torch.Tensor, gradient: torch.Tensor, state: State, group: Options) -> Rounds:
-        """The update in torch's operations, of matrices of which some rows may be elsewhere."""
+        """The update in torch's operations, of matrices whose other rows may be on other ranks."""
         momentum = None if group["beta1"] is None else as_matrices(state["exp_avg"], group["batch_dims"])
         if "exp_avg_sq" in state:
             size = self._size(weights, state["step"].item(), group)
@@ -219,7 +219,7 @@ class Adafactor(TensorOptimizer):
         return self._scaled(root_mean_square(weights) if group["scale_parameter"] else None, weights, step, group)
 
     def _scaled(self, size: torch.Tensor | None, weights: torch.Tensor, step: float, group: Options) -> torch.Tensor:
-        """The same from the root mean square of the weights; None where it does not scale."""
+        """The step size from the root mean square of the weights; None if it does not scale."""
         if size is not None:
             return size.clamp(min=group["eps"][1]).mul_(_rate(step, group))
         return weights.new_ones((len(weights),) + (1,) * (weights.dim() - 1)).mul_(_rate(step, group))
@@ -236,7 +236,7 @@ class Adafactor(TensorOptimizer):
 
 
 def _kept(size: torch.Tensor, group: Options) -> torch.Tensor | None:
-    """The share of the weights that weight decay leaves at a step size; None where there is none."""
+    """The factor of weight decay on the weights at a step size; None without weight decay."""
     return 1.0 - group["weight_decay"] * size if group["weight_decay"] else None
 
 
@@ -268,7 +268,7 @@ def _apply(
     factors: torch.Tensor,
     beta1: float | None,
 ) -> None:
-    """Change weights, or some of them, by an update times factors, through the momentum if there is one."""
+    """Subtract an update times factors from weights, through the momentum if there is one."""
     if decay is not None:
         weights.mul_(decay)
     if momentum is None or beta1 is None:

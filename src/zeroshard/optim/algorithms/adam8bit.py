@@ -1,8 +1,8 @@
 """Adam with moments in 8 bits (Dettmers et al., 2110.02861), for weights in any dtype.
 
 A tensor of 4,096 elements or more keeps two codes per element and two scales per block of 256, which run over the
-flattened tensor from its begin; a smaller one keeps moments in fp32. Of a stack of matrices each has a size and blocks
-of its own. A step decodes moments, changes them and encodes them again: on CPUs by the kernel of the host Adam, in one
+flattened tensor from its begin; a smaller one keeps moments in fp32. Each matrix of a stack has a size and blocks of
+its own. A step decodes moments, changes them and encodes them again: on CPUs by the kernel of the host Adam, in one
 pass over memory; elsewhere, and for other blocks, in the same order by torch's operations. Weights change by moments
 that are not encoded yet.
 """
@@ -107,9 +107,9 @@ class Adam8bit(AdamW8bit):
 
 
 def _vectors(weights: Tensor, gradients: Tensor, state: State, block: int) -> Iterator[tuple[Tensor, HostStates]]:
-    """Gradient and states of the vectors that are updated one after the other, out of weights [B, n] and gradients.
+    """Gradient and states of each vector to update, from weights [B, n] and gradients.
 
-    A stack is one vector [B n] where no block of it lies in two matrices.
+    A stack is one vector [B n] unless a block would lie in two matrices.
     """
     stack, n = weights.shape
     coded = "exp_avg" not in state
@@ -129,7 +129,7 @@ def _vectors(weights: Tensor, gradients: Tensor, state: State, block: int) -> It
 
 
 def _update(gradient: Tensor, scalars: Scalars, states: HostStates, block: int) -> None:
-    """One step in place; where the kernel does not take the tensors, by the same operations of torch."""
+    """One step in place, by the kernel or, for other tensors, by the same operations of torch."""
     kept = [m.codes if isinstance(m, Blockwise) else m for m in (states.exp_avg, states.exp_avg_sq)]
     master = states.master
     assert isinstance(master, Tensor)
@@ -137,7 +137,7 @@ def _update(gradient: Tensor, scalars: Scalars, states: HostStates, block: int) 
         return
     if master.dtype != torch.float32 or block != BLOCK or not on_kernel(gradient, master, *kept):
         tiled.update(gradient, 1.0, scalars, states, states)
-    elif is_hollow(master):  # the same traffic and no memory beside
+    elif is_hollow(master):  # the same traffic without further memory
         master.add_(gradient)
         for moment in kept:
             moment.mul_(1)

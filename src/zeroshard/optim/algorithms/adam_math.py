@@ -18,7 +18,7 @@ def adam_update(
     step: float,
     eps: float,
 ) -> torch.Tensor:
-    """Change both moments by a gradient, and give the bias-corrected m/(sqrt(v) + eps), all of one shape."""
+    """Update both moments by a gradient, and return the bias-corrected m/(sqrt(v) + eps), all of one shape."""
     first.lerp_(gradient, 1.0 - betas[0])
     second.mul_(betas[1]).addcmul_(gradient, gradient, value=1.0 - betas[1])
     return adam_direction(first, second, betas, step, eps)
@@ -42,7 +42,7 @@ def adamw_steps(parameters: list[torch.Tensor], states: list[State], group: Opti
     """One step of AdamW (1711.05101) by torch's own loop, in fp32 for weights in 16 bits.
 
     Args:
-        states: of each parameter: `exp_avg`, `exp_avg_sq` and `step`, which counts this step already.
+        states: of each parameter: `exp_avg`, `exp_avg_sq` and `step`, which includes this step.
         group: with `lr`, `weight_decay`, `betas` and `eps`.
     """
     on_cpu = on_cpus(parameters[0])

@@ -1,6 +1,6 @@
 """LAMB (You et al., 1904.00962, Algorithm 2): Adam whose step is scaled per layer by a trust ratio.
 
-Of a stack of matrices each has a trust ratio of its own (`optim.algorithms.tensor_optimizer`).
+Each matrix of a stack has its own trust ratio (`optim.algorithms.tensor_optimizer`).
 """
 
 import math
@@ -41,7 +41,7 @@ def trust_ratio(size: torch.Tensor, change: torch.Tensor, bounds: tuple[float, f
 class LAMB(TensorOptimizer):
     """LAMB, with the bias corrections of Algorithm 2, in fp32 for weights in 16 bits.
 
-    A parameter group with `adapt=False` takes Adam's step as it is, as is usual for norms and biases.
+    A parameter group with `adapt=False` takes Adam's plain step, as is usual for norms and biases.
 
     Args:
         bounds: the least and the largest norm of weights in the trust ratio.

@@ -1,13 +1,13 @@
 """Muon (Jordan et al., 2024; Liu et al., 2502.16982): orthogonalised momentum for matrices, AdamW for other parameters.
 
-One optimizer serves a whole model. Which parameters are orthogonalised is one rule: those of at least two dimensions
-(beside `batch_dims`), in parameter groups whose `orthogonalize` is true, which it is unless the group says otherwise.
-`muon_groups` makes groups in which embeddings and the output layer are left to AdamW; `Muon.table` prints the result.
+One optimizer serves a whole model. It orthogonalises parameters of at least two dimensions (besides `batch_dims`), in
+parameter groups with `orthogonalize=True`, the default. `muon_groups` makes groups that leave embeddings and the output
+layer to AdamW; `Muon.table` prints the result.
 
 Matrices are orthogonalised by a quintic Newton-Schulz iteration, X' = (a I + b A + c A^2) X with A = X X^T, on the
-smaller side of a matrix: three products. On CPUs the identity is added to the diagonal, so that nothing but products
-passes over the matrix, and the symmetric A and A^2 are computed by blocks on and under the diagonal. Elsewhere matrices
-of one shape go together.
+smaller side of a matrix: three products. On CPUs the identity is added to the diagonal, so that only products pass over
+the matrix, and the symmetric A and A^2 are computed by blocks on and under the diagonal. On other devices matrices of
+one shape are batched.
 """
 
 import math
@@ -41,10 +41,10 @@ BLOCK = 256  # rows of a symmetric product that are not divided further
 def orthogonalize(
     stack: torch.Tensor, coefficients: Coefficients = QUINTIC, steps: int = 5, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Matrices [B, n, m] with the singular vectors of those of `stack` and singular values near 1.
+    """Matrices [B, n, m] with the singular vectors of `stack` and singular values near 1.
 
     Args:
-        dtype: of the iteration; None for bfloat16, and on CPUs for the dtype of `stack`, where bfloat16 is no faster.
+        dtype: of the iteration; None for bfloat16, on CPUs for the dtype of `stack`, since bfloat16 is no faster there.
     """
     on_cpu = on_cpus(stack)
     kind = dtype or (stack.dtype if on_cpu else torch.bfloat16)
@@ -88,7 +88,7 @@ def _product(
 
 
 def _one_by_one(stack: torch.Tensor, coefficients: Coefficients, steps: int) -> torch.Tensor:
-    """Iterate on each matrix alone, in buffers that all share."""
+    """Iterate on each matrix alone, in shared buffers."""
     a, b, c = coefficients
     n = stack.shape[-2]
     gram, polynomial = stack.new_empty(n, n), stack.new_empty(n, n)
@@ -133,10 +133,10 @@ def scale_of(rule: str, rows: int, columns: int) -> float:
 
 
 def muon_groups(model: nn.Module) -> list[Options]:
-    """Parameter groups with names, in which embeddings and the output layer have `orthogonalize=False`.
+    """Parameter groups with names; embeddings and the output layer have `orthogonalize=False`.
 
-    An output layer is a linear layer that shares its weight with an embedding, or whose output features are as many as
-    an embedding has rows.
+    An output layer is a linear layer that shares its weight with an embedding, or has as many output features as an
+    embedding has rows.
     """
     embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     excluded = {id(m.weight) for m in embeddings}
@@ -154,12 +154,12 @@ def muon_groups(model: nn.Module) -> list[Options]:
 class Muon(TensorOptimizer):
     """Muon for matrices and AdamW for all other parameters, with states in fp32.
 
-    The learning rate, the weight decay and schedules of a group hold for both. Parameter groups may set, beside the
-    arguments: `orthogonalize` (default true), `betas` and `eps` of AdamW, `batch_dims`, and `dtype` of the iteration.
+    Both use the group's learning rate, weight decay and schedules. Parameter groups may also set `orthogonalize`
+    (default true), `betas` and `eps` of AdamW, `batch_dims`, and `dtype` of the iteration.
 
     Args:
         momentum: its decay.
-        nesterov: whether the gradient is mixed into the momentum once more.
+        nesterov: whether to use Nesterov momentum.
         ns_coefficients: of the quintic iteration.
         ns_steps: the number of its iterations.
         adjust_lr_fn: how the learning rate depends on a matrix's shape, as in `scale_of`. None for the first of these,
@@ -224,7 +224,7 @@ class Muon(TensorOptimizer):
         _apply(parameter, orthogonalize(update, group["ns_coefficients"], group["ns_steps"], group["dtype"]), group)
 
     def _change_batched(self, parameters: Sequence[torch.Tensor], group: Options) -> None:
-        """As `_change`, with all matrices of one shape in one batch of products."""
+        """As `_change`, with all matrices of one shape in one batch."""
         stacks: dict[Any, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for parameter in parameters:
             update = _momentum(parameter, self._state(parameter, group), group)
@@ -242,7 +242,7 @@ def _is_matrix(parameter: torch.Tensor, group: Options) -> bool:
 
 
 def _momentum(parameter: torch.Tensor, state: State, group: Options) -> torch.Tensor:
-    """Change the momentum by the gradient, and give the direction [B, n, m] that is orthogonalised."""
+    """Update the momentum by the gradient, and return the direction [B, n, m] to orthogonalise."""
     _, gradient = opened(parameter, group["batch_dims"])
     momentum = as_matrices(state["momentum_buffer"], group["batch_dims"])
     momentum.lerp_(gradient, 1.0 - group["momentum"])

@@ -1,8 +1,8 @@
-"""Reductions over the rows of a matrix whose rows lie on several ranks, in rounds of an optimizer's update.
+"""Reductions over the rows of a matrix on several ranks, in rounds of an optimizer's update.
 
 [Note: row reductions] Updates of some optimizers need means or maxima of the columns of a matrix, or its norm. Such an
-update is a generator: it yields the reduction of the rows on this rank, and is sent that of all rows. On a rank with
-all rows both are one, so that the same code, with the same bits, updates a whole matrix.
+update is a generator: it yields the reduction of this rank's rows, and is sent the reduction of all rows. On a rank
+with all rows both are equal, so the same code updates a whole matrix, with the same bits.
 """
 
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Over(Enum):
-    """The kind of a reduction: how those of some rows each make that of all rows."""
+    """The kind of a reduction, by which the ranks' parts are combined."""
 
     MEAN = "mean"
     MEAN_SQUARE = "root of the mean square"
@@ -28,7 +28,7 @@ class RowReduction:
 
     Attributes:
         over: its kind.
-        part: that of this rank's rows.
+        part: the reduction of this rank's rows.
     """
 
     over: Over
@@ -62,7 +62,7 @@ def local_parts(reductions: Sequence[RowReduction]) -> list[Tensor]:
 
 
 def in_rounds(updates: Iterable[Rounds], reduce: Reduce = local_parts) -> None:
-    """Run updates side by side, with the reductions of a round of all of them in one call of `reduce`."""
+    """Run updates concurrently, with all their reductions of a round in one call of `reduce`."""
     running: list[tuple[Rounds, Sequence[Tensor] | None]] = [(update, None) for update in updates]
     while running:
         yielded: list[tuple[Rounds, Sequence[RowReduction]]] = []
@@ -76,5 +76,5 @@ def in_rounds(updates: Iterable[Rounds], reduce: Reduce = local_parts) -> None:
 
 
 def _sum(parts: Tensor) -> Tensor:
-    """Over the ranks [N, numel], one after the other: a sum in another order may have other bits on another rank."""
+    """The sum over the ranks [N, numel] in rank order: in another order the bits may differ between ranks."""
     return parts.cumsum(0)[-1]

@@ -37,7 +37,7 @@ SIDES = ("left", "right")  # of a matrix; a vector has the first
 
 
 def _sides(parameter: torch.Tensor, group: Options) -> tuple[tuple[int, ...], list[tuple[str, int, bool]]]:
-    """The shape of a stack of matrices, and of each side its name, its length, and whether its moments are a square."""
+    """The leading shape, and for each side its name, its length, and whether its moment is a full matrix."""
     own = matrix_shape(parameter.shape, group["batch_dims"])[1:]
     squares = [len(own) == 2 and side <= group["max_side"] for side in own]
     return leading_shape(parameter.shape, group["batch_dims"]), list(zip(SIDES, own, squares, strict=False))
@@ -49,9 +49,9 @@ def side_moment(gradient: torch.Tensor, full: bool) -> torch.Tensor:
 
 
 def inverse_root(moment: torch.Tensor, order: int) -> torch.Tensor:
-    """The inverse root of an order of each positive semi-definite matrix [B, n, n], or of each diagonal [B, n].
+    """The inverse `order`-th root of each positive semi-definite matrix [B, n, n], or of each diagonal [B, n].
 
-    Eigenvalues below the rounding of the largest are taken for that; a matrix of zeros has a root of zeros.
+    Eigenvalues below the rounding error of the largest are raised to it; a matrix of zeros has a root of zeros.
     """
     if moment.dim() == 2:
         return torch.where(moment > 0.0, moment.pow(-1.0 / order), 0.0)
@@ -74,7 +74,7 @@ class Shampoo(TensorOptimizer):
     Args:
         momentum: the decay of a sum of updates; 0 for none, which keeps no state of full size.
         weight_decay: weights lose this share of themselves times the learning rate.
-        eps: what is added to the preconditioners at the start.
+        eps: added to the preconditioners at the start.
         beta2: 1 for the paper's sums of second moments; below it, their average with this decay.
         interval: the number of steps between computations of the roots.
         max_side: a longer side of a matrix keeps a diagonal.
@@ -129,7 +129,7 @@ class Shampoo(TensorOptimizer):
         take_step(parameter, weights, update, group)
 
     def _root(self, gradient: torch.Tensor, state: State, name: str, order: int, group: Options) -> torch.Tensor:
-        """Change the second moment of a side by gradients [B, n, m], and give its inverse root."""
+        """Update the second moment of a side by gradients [B, n, m], and return its inverse root."""
         kept = f"{name}_root" in state
         shape = (len(gradient), *(gradient.shape[1],) * (2 if kept else 1))
         moment, beta2 = state[f"{name}_moment"].view(shape), group["beta2"]
@@ -146,7 +146,7 @@ def eigenvectors(moment: torch.Tensor, before: torch.Tensor | None) -> torch.Ten
     """Eigenvectors of each symmetric matrix [B, n, n], from the largest eigenvalue to the smallest.
 
     Args:
-        before: those of an earlier matrix, which are improved once (Algorithm 4); None to compute them anew.
+        before: eigenvectors of an earlier matrix, for one power iteration (Algorithm 4); None to compute them anew.
     """
     if before is None:
         found: torch.Tensor = torch.linalg.eigh(moment.double())[1].flip(-1).to(moment.dtype)
@@ -221,7 +221,7 @@ class SOAP(TensorOptimizer):
         take_step(parameter, weights, update, group)
 
     def _follow(self, gradient: torch.Tensor, state: State, group: Options) -> None:
-        """Change Shampoo's moments by a gradient, and the eigenvectors where it is time."""
+        """Update Shampoo's moments by a gradient, and every `interval` steps the eigenvectors."""
         step = state["step"].item()
         for name, own in zip(SIDES, (gradient, gradient.mT), strict=True):
             moment, basis = (_kept_square(state, f"{name}_{kind}", len(gradient)) for kind in ("moment", "basis"))

@@ -35,10 +35,10 @@ def cover_shapes(shape: torch.Size, batch_dims: int | None) -> list[tuple[int, .
 def change_cover(
     gradient: torch.Tensor, accumulators: Sequence[torch.Tensor]
 ) -> Generator[Sequence[RowReduction], Sequence[torch.Tensor], torch.Tensor]:
-    """Change the maxima of all slices by a gradient, and give the second moments nu' (Algorithm SM3-II).
+    """Update the maxima of all slices by a gradient, and return the second moments nu' (Algorithm SM3-II).
 
     Args:
-        accumulators: of shapes by `cover_shapes`; the slices of all but the first may reach over rows elsewhere.
+        accumulators: of shapes by `cover_shapes`; slices of all but the first may extend to other ranks' rows.
     """
     second = accumulators[0]
     for other in accumulators[1:]:
@@ -53,7 +53,7 @@ def change_cover(
 
 
 def _maxima(second: torch.Tensor, accumulator: torch.Tensor) -> torch.Tensor:
-    """Those of the slices that an accumulator has."""
+    """The maxima over the slices of an accumulator."""
     over = [d for d in range(second.dim()) if accumulator.shape[d] != second.shape[d]]
     return second.amax(over, keepdim=True) if over else second
 

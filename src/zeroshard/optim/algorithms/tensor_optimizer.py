@@ -1,9 +1,9 @@
-"""The base of optimizers that step over whole tensors, and the matrices that they see in them.
+"""The base of optimizers over whole tensors, and their view of parameters as matrices.
 
-A parameter is one vector, one matrix or a stack of matrices, by one rule for all of them (`as_matrices`): a tensor of
-three dimensions [E, n, m] is a stack of E matrices, such as the weights of E experts; of four or more, such as a
-convolution [O, I, h, w], it is one matrix [O, I*h*w]; of two a matrix, of less a vector. `batch_dims` of a parameter
-group sets the number of leading dimensions that count a stack, such as 0 for a convolution over one dimension.
+A parameter is one vector, one matrix or a stack of matrices, by one rule (`as_matrices`): a tensor of three dimensions
+[E, n, m] is a stack of E matrices, such as the weights of E experts; of four or more, such as a convolution
+[O, I, h, w], one matrix [O, I*h*w]; of two a matrix, of fewer a vector. `batch_dims` of a parameter group sets the
+number of a stack's leading dimensions, such as 0 for a convolution over one dimension.
 Statistics and updates are computed in fp32 (in fp64 for weights in fp64), whatever the dtype of weights and gradients.
 """
 
@@ -31,7 +31,7 @@ def matrix_shape(shape: torch.Size, batch_dims: int | None) -> tuple[int, ...]:
     """The shape of a parameter as a stack of matrices (B, n, m), or of vectors (B, n).
 
     Args:
-        batch_dims: the number of leading dimensions that count the stack; None for 1 of three dimensions, 0 of others.
+        batch_dims: number of the stack's leading dimensions; None for 1 of three dimensions, 0 of others.
 
     Raises:
         ValueError: the tensor has fewer dimensions.
@@ -47,7 +47,7 @@ def matrix_shape(shape: torch.Size, batch_dims: int | None) -> tuple[int, ...]:
 
 
 def leading_shape(shape: torch.Size, batch_dims: int | None) -> tuple[int, ...]:
-    """The leading dimensions of a parameter that count its stack of matrices or vectors; none of a single one."""
+    """The leading dimensions of a parameter's stack of matrices or vectors; () for a single one."""
     return tuple(shape[: (1 if len(shape) == 3 else 0) if batch_dims is None else batch_dims])
 
 
@@ -67,14 +67,14 @@ def opened(parameter: torch.Tensor, batch_dims: int | None) -> tuple[torch.Tenso
 
 
 def aligned(stack: torch.Tensor) -> torch.Tensor:
-    """A copy in memory of its own: products of matrices may round differently where one begins elsewhere in memory."""
+    """An aligned copy: products of matrices may round differently at another alignment."""
     return stack.clone(memory_format=torch.contiguous_format)
 
 
 def put_back(parameter: torch.Tensor, values: torch.Tensor) -> None:
-    """Write the values that `opened` gave for a parameter back to it, unless they are its own memory.
+    """Write the values of `opened` back to a parameter, unless they are views of it.
 
-    Weights in 16 bits are rounded to the nearest, so a change of less than half of their last place is lost.
+    Weights in 16 bits are rounded to nearest, so a change of less than half of their last place is lost.
     """
     if parameter.dtype != values.dtype or not parameter.is_contiguous():
         parameter.copy_(values.reshape(parameter.shape))
@@ -131,11 +131,11 @@ def checked(**options: Any) -> Options:
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """Work before and after an update that its own passes over memory can do.
+    """Work fused into the passes of an update.
 
     Attributes:
-        factor: of the gradients, in the dtype of statistics.
-        out: vectors [numel] that get the new weights, rounded to their dtype, by parameter.
+        factor: factor on the gradients, in the dtype of statistics.
+        out: vectors [numel] for the new weights, rounded to their dtype, by parameter.
     """
 
     factor: float = 1.0
@@ -144,7 +144,7 @@ class Fused:
 
 @dataclass(frozen=True, slots=True)
 class PartialMatrices:
-    """Matrices with some rows on this rank and others elsewhere ([Note: row reductions]).
+    """Matrices with some rows on this rank and the rest on others ([Note: row reductions]).
 
     Attributes:
         parameters: this rank's rows of each.
@@ -156,18 +156,18 @@ class PartialMatrices:
 
 
 class TensorOptimizer(torch.optim.Optimizer):
-    """A `torch.optim.Optimizer` whose subclasses write how one parameter changes.
+    """A `torch.optim.Optimizer` whose subclasses define the update of one parameter.
 
-    A parameter without a gradient, or without elements, is left as it is. States keep their own dtypes when they are
-    loaded, where torch.optim would cast them to the dtype of the weights.
+    A parameter without a gradient, or without elements, is left as it is. Loaded states keep their own dtypes;
+    torch.optim would cast them to the dtype of the weights.
 
     Attributes:
-        whole_tensors: true: slices of a parameter, stepped one by one, may end up elsewhere than the parameter.
-        fuses: whether a step does what `fused` says, and takes gradients in fewer bits than its weights have.
-        fused: for the next step.
-        row_states: of an optimizer that can update some rows of a matrix, if it is told of the others: the names of
-            its states with an entry for each row; of those of other shapes than the matrix, all others are of columns.
-        partial: matrices of the next step with rows elsewhere.
+        whole_tensors: true: steps over slices of a parameter may differ from one over the whole.
+        fuses: whether a step applies `fused`, and takes gradients in fewer bits than its weights.
+        fused: fused work of the next step.
+        row_states: of an optimizer that can update some rows of a matrix with row reductions: the names of its states
+            with an entry for each row; its other states of another shape than the matrix have entries for columns.
+        partial: matrices of the next step with rows on other ranks.
     """
 
     whole_tensors: ClassVar[bool] = True
@@ -186,7 +186,7 @@ class TensorOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step; the loss of the closure, if there is one.
+        """Take one step; returns the loss of the closure, if there is one.
 
         Raises:
             RuntimeError: a gradient is sparse, or a parameter complex.
@@ -206,7 +206,7 @@ class TensorOptimizer(torch.optim.Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: State) -> None:
-        """As `torch.optim.Optimizer.load_state_dict`, with states in the dtypes that they were saved in."""
+        """As `torch.optim.Optimizer.load_state_dict`, with states in their saved dtypes."""
         seen: State = {}
         handle = self.register_load_state_dict_pre_hook(lambda _, given: seen.update(given))  # after the user's hooks
         try:
@@ -229,7 +229,7 @@ class TensorOptimizer(torch.optim.Optimizer):
             self._change(parameter, self._state(parameter, group), group)
 
     def _state(self, parameter: torch.Tensor, group: Options) -> State:
-        """The states of a parameter, made before its first step; `step` counts this one already."""
+        """The states of a parameter, made before its first step; `step` includes this one."""
         state: State = self.state[parameter]
         if not state:
             state["step"] = torch.tensor(0.0, dtype=torch.float32)
@@ -242,11 +242,11 @@ class TensorOptimizer(torch.optim.Optimizer):
         """The states of a parameter before its first step."""
 
     def _change(self, parameter: torch.Tensor, state: State, group: Options) -> None:
-        """Change one parameter by its gradient, and its states."""
+        """Update one parameter and its states by its gradient."""
         in_rounds([self._rounds(parameter, state, group)])
 
     def _rounds(self, parameter: torch.Tensor, state: State, group: Options) -> Rounds:
-        """The same for a parameter of which all rows, or some, are here; this or `_change` is a subclass's own."""
+        """The update of a parameter with all rows, or some, on this rank; a subclass defines this or `_change`."""
         raise NotImplementedError(f"{type(self).__name__} does not say how one parameter changes.")
 
     def _check(self, parameter: torch.Tensor) -> None:

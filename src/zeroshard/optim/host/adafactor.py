@@ -1,7 +1,7 @@
 """Adafactor's update of one parameter on CPUs, in memory and offloaded: a kernel in C++, built at first use.
 
-Without a compiler the optimizer's own operations make the update, which agrees in all but last places: the kernel adds
-in fp64, and rounds each operation by itself. Its results are the same on every processor, with any number of threads.
+Without a compiler torch's operations compute the update, with different last places: the kernel adds in fp64, and
+rounds each operation by itself. Its results are the same on every processor, with any number of threads.
 """
 
 import ctypes
@@ -20,8 +20,8 @@ from zeroshard.optim.host.adam import BF16, FLAGS, FP16, FP32, NONE, is_hollow, 
 
 SOURCE = build.SOURCES / "host_adafactor.cpp"
 KINDS = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
-WIDE = 2**14  # columns of a tile, at most, whose sums stay in cache
-TALL, TILE = 64, 2**17  # rows of a tile, at least; and its elements, at least, as far as there are
+WIDE = 2**14  # most columns of a tile, whose sums stay in cache
+TALL, TILE = 64, 2**17  # fewest rows and elements of a tile
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class KernelAdafactor(ctypes.Structure):
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The kernel; None where it cannot be built, of which a warning says why."""
+    """The kernel; None, with a warning, if it cannot be built."""
     try:
         kernel = build.library(SOURCE, FLAGS)
     except OSError as error:
@@ -78,7 +78,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def takes(weights: Tensor, gradient: Tensor, state: Mapping[str, Any]) -> bool:
-    """Whether the kernel updates them: fp32 weights and a gradient [B, n, m] or [B, n] on CPUs."""
+    """Whether the kernel supports the tensors: fp32 weights and a gradient [B, n, m] or [B, n] on CPUs."""
     kept = [value for key, value in state.items() if key != "step"]
     return (
         on_kernel(weights, gradient)
@@ -93,7 +93,7 @@ def update(weights: Tensor, gradient: Tensor, state: Mapping[str, Any], numbers:
     """Take one step in place, of tensors that `takes` allows.
 
     Args:
-        out: contiguous, of fp32 or 16 bits, for the new weights rounded to nearest even too.
+        out: contiguous, fp32 or 16 bits, gets the new weights rounded to nearest even; or None.
     """
     stack, *rows, columns = weights.shape
     n = rows[0] if rows else 1
@@ -127,7 +127,7 @@ def update(weights: Tensor, gradient: Tensor, state: Mapping[str, Any], numbers:
 
 
 def scratch_of(rows: int, columns: int, vectors: bool) -> tuple[int, int]:
-    """The rows of a tile, and the numbers in fp64 that are scratch of an update: 1 to 3 % of a large matrix."""
+    """The rows of a tile, and the elements of an update's fp64 scratch: 1 to 3 % of a large matrix."""
     tile_rows = max(TALL, TILE // min(columns, WIDE))
     blocks, chunks = math.ceil(rows / tile_rows), math.ceil(columns / WIDE)
     sizes = 2 * blocks * chunks
@@ -135,7 +135,7 @@ def scratch_of(rows: int, columns: int, vectors: bool) -> tuple[int, int]:
 
 
 def _rehearse(weights: Tensor, gradient: Tensor, state: Mapping[str, Any], out: Tensor | None) -> None:
-    """The same traffic and no memory beside, on tensors without values."""
+    """The same traffic without further memory, on tensors without values."""
     for tensor in (gradient, gradient, weights):
         torch.linalg.vector_norm(tensor)
     weights.add_(gradient)

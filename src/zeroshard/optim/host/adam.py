@@ -1,10 +1,10 @@
 """Adam and AdamW on the host, in one pass over memory: the update of ZeRO-Offload (2101.06840, section 5.1).
 
-One call takes the gradient as it came from the device, multiplies clipping and loss scale into it, updates master
-parameters and moments, and writes the 16-bit parameters that go back.
+One call takes the device's gradient, multiplies clipping and loss scale into it, updates master parameters and
+moments, and writes the 16-bit parameters for the device.
 
 Two back ends have the same results, bit for bit, on every processor: "c++", a kernel that is built at first use and
-called through ctypes, which releases the GIL; and "torch", tiles in torch's own operations, which need no compiler.
+called through ctypes, which releases the GIL; and "torch", tiles in torch's own operations, without a compiler.
 
 [Note: one rounding each] Every operation is correctly rounded by itself, in the order of `tiled.update`. torch fuses
 some products and sums into one rounding, and where it is built with MKL its square root is off by a last place on some
@@ -12,7 +12,7 @@ processors, for one number in six. So its bits depend on the processor, and its 
 
 [Note: one Adam] Updates in memory (`fast_on_cpus`) and of offloaded slices are the same call, with the same bits. The
 optimizer stays torch's: its groups, hooks, schedules and states ("step", "exp_avg", "exp_avg_sq"). Only the arithmetic
-of a group is replaced, where torch leaves the choice of a loop to itself; `foreach=False`, `foreach=True` or
+of a group is replaced, if the group leaves the choice of a loop to torch; `foreach=False`, `foreach=True` or
 `fused=True` in a group choose one of torch's loops.
 """
 
@@ -58,7 +58,7 @@ FLAGS = (
     "-fPIC",
     "-shared",
     "-pthread",
-    # compilers prefer half of a vector with AVX-512, for the clock of its first processors; memory is the limit here
+    # compilers prefer 256-bit vectors with AVX-512, for the clock of its first processors; memory is the limit here
     *(("-mprefer-vector-width=512",) if platform.machine() in ("x86_64", "AMD64") else ()),
 )
 NONE, FP32, BF16, FP16, SPLIT, SIGNED, UNSIGNED = range(7)
@@ -92,11 +92,11 @@ class KernelUpdate(ctypes.Structure):
 
     @classmethod
     def in_fp32(cls, n: int, gradient: int, states: Sequence[int]) -> "KernelUpdate":
-        """One of n elements in place, all in fp32, without the numbers of the step.
+        """An update of n elements in place, all in fp32, without the scalars of the step.
 
         Args:
             gradient: the address of the gradient.
-            states: those of parameters, first and second moment.
+            states: addresses of parameters, first and second moment.
         """
         update = cls(n=n, gradient=gradient, gradient_kind=FP32, master_kind=FP32, factor=1.0)
         update.exp_avg_kind = update.exp_avg_sq_kind = FP32
@@ -145,14 +145,14 @@ def adam_update(
 
     Args:
         gradient: bf16, fp16 or fp32 [n].
-        factor: what to multiply the gradient by: clipping over loss scale.
+        factor: factor on the gradient: clipping over loss scale.
         scalars: the numbers of this step.
         before: the states to read.
-        after: the states to write, in the same layout: `before` itself, or others; then `before` stays as it was. None
-            for new parameters in `out` alone.
-        out: bf16 or fp16 [n], for the new parameters rounded to nearest even, or fp32 if there is no `after`; None if
-            they are not wanted, as with a split master, whose `after.master.hi` they are.
-        threads: how many threads may work; by default as many as torch uses. The back end in torch uses torch's.
+        after: the states to write, in the same layout: `before` itself, or others, which leave `before` unchanged; None
+            to write only `out`.
+        out: bf16 or fp16 [n], for the new parameters rounded to nearest even, or fp32 without `after`; None for a split
+            master, whose `after.master.hi` has them, or if they are not needed.
+        threads: number of threads of the kernel; by default torch's.
 
     Raises:
         OptimizerError: tensors of the wrong size, dtype or device.
@@ -169,7 +169,7 @@ def adam_update(
 
 @torch.no_grad()
 def fp32_update(gradient: Tensor, scalars: Scalars, parameter: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
-    """As `adam_update`, in place and of fp32 alone, without checks, which take long for small tensors.
+    """As `adam_update`, in place and in fp32, without its checks, which are slow for small tensors.
 
     Args:
         gradient, parameter, exp_avg, exp_avg_sq: fp32 and contiguous on the CPU, of one shape.
@@ -186,7 +186,7 @@ def fp32_update(gradient: Tensor, scalars: Scalars, parameter: Tensor, exp_avg: 
 
 
 def backend() -> str:
-    """The back end in use: the one that `using` says, else the first that works on this machine."""
+    """The back end in use: of `using`, else the first that works on this machine."""
     return _chosen or _first()
 
 
@@ -203,7 +203,7 @@ def using(name: str) -> Iterator[None]:
 
 @cache
 def _first() -> str:
-    """The first back end that works here; a warning says why it is not the kernel."""
+    """The first back end that works here; warns if it is not the kernel."""
     try:
         library()
         _prove()
@@ -238,7 +238,7 @@ def describe(
     after: HostStates | None,
     out: Tensor | None = None,
 ) -> KernelUpdate:
-    """The update as the kernel takes it; the tensors must outlive it."""
+    """The update in the kernel's struct; the tensors must outlive it."""
     names = ("master", "exp_avg", "exp_avg_sq")
     written = {} if after is None else {f"new_{name}": _values(getattr(after, name)) for name in names}
     if after is None and out is not None and out.dtype == torch.float32:
@@ -326,13 +326,13 @@ Kind = TypeVar("Kind", bound=Optimizer)
 
 
 def fast_on_cpus(optimizer: Kind) -> Kind:
-    """Let a torch.optim.Adam or AdamW update its fp32 parameters on CPUs by the kernel ([Note: one Adam]).
+    """Make a torch.optim.Adam or AdamW update its fp32 parameters on CPUs by the kernel ([Note: one Adam]).
 
-    An engine does so with the optimizer that it is given. In a plain loop this gives the engine's bits, and its speed:
+    An engine does so with its optimizer. In a plain loop this gives the engine's bits, and its speed:
     `optimizer = zs.optim.fast_on_cpus(torch.optim.AdamW(model.parameters()))`.
 
     Returns:
-        The optimizer itself; one of another class, a subclass too, is left as it is.
+        The optimizer itself; one of another class, or of a subclass, is left as it is.
     """
     if type(optimizer) in (Adam, AdamW) and "_init_group" not in vars(optimizer):
         optimizer._init_group = _Groups(optimizer)  # type: ignore[attr-defined]
@@ -340,13 +340,13 @@ def fast_on_cpus(optimizer: Kind) -> Kind:
 
 
 class _Groups:
-    """In the place of `_init_group`, by which torch's `step` collects the tensors of a group before it updates them.
+    """Replacement of `_init_group`, by which torch's `step` collects the tensors of a group before it updates them.
 
-    Those that the kernel updates are not there for torch afterwards.
+    The tensors that the kernel has updated are removed from torch's lists.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._collect = weakref.WeakMethod(optimizer._init_group)  # type: ignore[attr-defined]  # or it were in a ring
+        self._collect = weakref.WeakMethod(optimizer._init_group)  # type: ignore[attr-defined]  # no reference cycle
 
     def __call__(self, group: Mapping[str, Any], *lists: list[Tensor]) -> bool:
         collect = self._collect()
@@ -364,7 +364,7 @@ class _Groups:
 
 
 def on_kernel(*tensors: Tensor) -> bool:
-    """Whether the kernel can update them in memory: plain and dense, on a CPU, of one shape."""
+    """Whether the kernel can update the tensors in memory: plain and dense, on a CPU, of one shape."""
     for tensor in tensors:
         plain = type(tensor) in (Tensor, Parameter) or isinstance(tensor, FakeTensor)
         if not plain or not on_cpus(tensor) or tensor.shape != tensors[0].shape:
@@ -398,7 +398,7 @@ def _update(group: Mapping[str, Any], rows: Sequence[Sequence[Tensor]]) -> None:
 
 
 def _rehearse(group: Mapping[str, Any], *tensors: Tensor) -> None:
-    """The same traffic and no memory beside, by torch's fused operation on tensors without values."""
+    """The same traffic without further memory, by torch's fused operation on tensors without values."""
     parameter, gradient, exp_avg, exp_avg_sq, step = ([tensor] for tensor in tensors)
     beta1, beta2 = group["betas"]
     fused = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_

@@ -1,15 +1,13 @@
 """States of the host Adam in their layouts, and the numbers of one step.
 
-8-bit moments are quantised by blocks with a dynamic-exponent map (Dettmers et al., 2110.02861, section 1.3). It gives a
-magnitude in (0, 1] a decimal exponent of up to six and what is left of seven bits as a linear fraction: at exponent
-i - 6, the middles of 2^i equal parts of [0.1, 1] (2^(i+1) in the unsigned map, which needs no sign). The first moment
-is signed, the second unsigned. Codes count the values in ascending order.
-
-One code differs from the customary signed map: its lowest value is -1, as its highest is 1, where others have -0.993.
-So the largest magnitude of a block is always kept exactly, and encoding what was decoded changes nothing.
-
-No positive second moment becomes zero: it gets the lowest positive value, where zero may be nearer. Else an element
-whose gradient is zero afterwards (of a row of an embedding, of an expert without tokens) would move by m/eps, a hundred
+8-bit moments are quantised by blocks with a dynamic-exponent map (Dettmers et al., 2110.02861, section 1.3). Of seven
+bits, a magnitude in (0, 1] has a decimal exponent of up to six, and the rest as a linear fraction: at exponent i - 6,
+the middles of 2^i equal parts of [0.1, 1] (2^(i+1) in the unsigned map, which needs no sign). The first moment is
+signed, the second unsigned. Codes number the values in ascending order.
+One code differs from the customary signed map: its lowest value is -1, not -0.993. So the largest magnitude of a block
+is always exact, and encoding decoded values changes nothing.
+No positive second moment becomes zero: it gets the lowest positive value, even if zero is nearer. Otherwise an element
+with zero gradients afterwards (of a row of an embedding, of an expert without tokens) would move by m/eps, a hundred
 million times its first moment.
 """
 
@@ -24,12 +22,12 @@ import torch
 from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
-_other_devices = ContextVar("other_devices", default=False)  # rehearsals run side by side in threads
+_other_devices = ContextVar("other_devices", default=False)  # rehearsals run concurrently in threads
 
 
 @contextmanager
 def as_on_devices() -> Iterator[None]:
-    """Let tensors on CPUs be updated as on other devices in this thread inside, as in a rehearsal of these."""
+    """Update tensors on CPUs as on other devices inside, in this thread, for a rehearsal of other devices."""
     token = _other_devices.set(True)
     try:
         yield
@@ -38,11 +36,11 @@ def as_on_devices() -> Iterator[None]:
 
 
 def on_cpus(tensor: Tensor) -> bool:
-    """Whether a tensor is updated as CPUs do it."""
+    """Whether a tensor is updated as on CPUs."""
     return tensor.device.type == "cpu" and not _other_devices.get()
 
 
-BLOCK = 256  # elements that share one scale, but where an optimizer says otherwise
+BLOCK = 256  # elements that share one scale, unless an optimizer sets another number
 DECADES = 7
 UPPER = 2**16  # upper halves of fp32 numbers
 
@@ -53,10 +51,10 @@ class CodeMap:
 
     Attributes:
         values: fp32 [256], ascending: the value of each code.
-        bounds: fp32 [256]: the largest number that is nearest to each code's value, the lower of two codes being taken
-            in the middle; infinity for the last; 0 for that of zero in the unsigned map.
-        lowest: uint8 [65536]: for the upper 16 bits of an fp32 number, the code of the lowest number that has them. No
-            two bounds share those bits, so the code of any number with them is this or the next.
+        bounds: fp32 [256]: the largest number with each code; a number midway between two values gets the lower code;
+            infinity for the last; 0 for the code of zero in the unsigned map.
+        lowest: uint8 [65536]: for the upper 16 bits of an fp32 number, the code of the lowest number with these bits.
+            No two bounds share those bits, so the code of any such number is this or the next.
         wide: `lowest` in int32, which torch reads many times faster.
     """
 
@@ -93,7 +91,7 @@ def code_map(signed: bool, like: Tensor | None = None) -> CodeMap:
 @cache
 def map_on(device: torch.device, signed: bool) -> CodeMap:
     """The map on a device, made once for the process."""
-    with torch.device("cpu"):  # whatever the user's default device is
+    with torch.device("cpu"):  # not the user's default device
         made = _made(signed)
     return CodeMap(*(getattr(made, name).to(device) for name in CodeMap.__slots__))
 
@@ -120,7 +118,7 @@ class Blockwise:
     Attributes:
         codes: uint8 [n].
         scales: fp32 [ceil(n / block)]: the largest magnitude of each block.
-        signed: which map the codes are of.
+        signed: whether the codes are of the signed map.
         block: the elements of a block.
     """
 
@@ -141,7 +139,7 @@ class Blockwise:
         """The nearest codes of fp32 values [n]; of two equally near ones the lower. Zeros, and they alone, stay zeros
         in the unsigned map.
 
-        A block that holds a NaN or an infinity has no scale to speak of and decodes to NaN.
+        A block with a NaN or an infinity decodes to NaN.
         """
         padded = _padded(values, block)
         scales = padded.abs().amax(1) if len(padded) else padded.new_empty(0)
@@ -169,7 +167,7 @@ class Blockwise:
 
 
 def _padded(values: Tensor, block: int) -> Tensor:
-    """Values [n] as blocks [ceil(n / block), block], the last filled up with zeros."""
+    """Values [n] as blocks [ceil(n / block), block], the last padded with zeros."""
     missing = -values.numel() % block
     return (torch.nn.functional.pad(values, (0, missing)) if missing else values).view(-1, block)
 
@@ -177,19 +175,19 @@ def _padded(values: Tensor, block: int) -> Tensor:
 CANONICAL_NAN = 0x7FC00000
 
 
-OPTIONS = ("amsgrad", "maximize", "capturable", "differentiable", "fused")  # that the host Adam does not have
+OPTIONS = ("amsgrad", "maximize", "capturable", "differentiable", "fused")  # not supported by the host Adam
 
 
 @dataclass(frozen=True, slots=True)
 class Scalars:
-    """Numbers that one step of Adam needs besides tensors: Python floats, in fp64.
+    """The scalars of one step of Adam: Python floats, in fp64.
 
-    The bias corrections are in the last two (Kingma and Ba, 1412.6980, end of section 2), so that an element takes one
-    division: the parameter loses step_size · m / (√v + eps).
+    The last two contain the bias corrections (Kingma and Ba, 1412.6980, end of section 2), so that an element takes one
+    division: the parameter changes by -step_size · m / (√v + eps).
 
     Attributes:
-        decay: 1 - lr · weight decay, by which decoupled weight decay multiplies the parameters; 1 without it.
-        l2: the weight decay that is added to the gradient; 0 where it is decoupled.
+        decay: 1 - lr · weight decay, the factor on the parameters of decoupled weight decay; 1 without it.
+        l2: the weight decay added to the gradient; 0 if it is decoupled.
         beta1: the decay of the first moment.
         weight1: 1 - beta1.
         beta2: the decay of the second moment.
@@ -209,7 +207,7 @@ class Scalars:
 
     @classmethod
     def of(cls, group: Mapping[str, Any], step: int, decoupled: bool) -> "Scalars":
-        """Those of an optimizer's parameter group.
+        """The scalars of an optimizer's parameter group.
 
         Args:
             group: with "lr", "betas", "eps" and "weight_decay".
@@ -231,14 +229,14 @@ class Scalars:
 
 
 def stands_for(optimizer: Optimizer) -> str | None:
-    """None if the host Adam updates in the place of `optimizer`; else why not, in words."""
+    """Why the host Adam cannot update for `optimizer`, as text; None if it can."""
     if type(optimizer) not in (Adam, AdamW):
         return f"the optimizer is {type(optimizer).__name__}, neither torch.optim.Adam nor torch.optim.AdamW itself"
     return next(filter(None, map(lacks, optimizer.param_groups)), None)
 
 
 def lacks(group: Mapping[str, Any]) -> str | None:
-    """The option of a parameter group that the host Adam does not have, or that asks for a loop of torch's."""
+    """The option of a parameter group that excludes the host Adam, as text; None if there is none."""
     for option in OPTIONS:
         if group[option]:
             return f"the optimizer has {option}=True"
@@ -253,8 +251,8 @@ def lacks(group: Mapping[str, Any]) -> str | None:
 class StateSplit:
     """fp32 values [n] as bf16 and a remainder: (hi << 16) + lo are their bits, exactly.
 
-    `hi` is the working parameter: the value rounded to the nearest bf16. On an exact tie it is the one away from zero,
-    where torch takes the even one; a remainder of 16 bits leaves no choice.
+    `hi` is the working parameter: the value rounded to the nearest bf16. Ties round away from zero, where torch rounds
+    to even; the 16-bit remainder requires it.
 
     Attributes:
         hi: bf16 [n].
@@ -266,7 +264,7 @@ class StateSplit:
 
     @classmethod
     def of(cls, values: Tensor) -> "StateSplit":
-        """Split fp32 values [n]. A NaN becomes the one with the plainest bits, lest it round to a number."""
+        """Split fp32 values [n]. A NaN becomes the canonical NaN, which does not round to a number."""
         parts = cls(torch.empty_like(values, dtype=torch.bfloat16), torch.empty_like(values, dtype=torch.int16))
         parts.write(values)
         return parts

@@ -6,7 +6,7 @@ from torch import Tensor
 from zeroshard.optim.host.states import Blockwise, HostStates, Moment, Scalars, StateSplit, on_cpus
 
 TILE = 2**16  # elements, on CPUs
-LARGE = 2**18  # on devices, where each operation has a cost of its own
+LARGE = 2**18  # on devices, where each operation has a fixed cost
 
 
 def update(
@@ -17,10 +17,10 @@ def update(
     after: HostStates | None,
     out: Tensor | None = None,
 ) -> None:
-    """As `host_adam.adam_update`, on any device, and in fp64 where the master is that.
+    """As `adam.adam_update`, on any device, and in fp64 for an fp64 master.
 
-    Operations that round twice in one place and once in another (`lerp_`, `addcmul_`, `add_` with a factor) are not
-    used, and square roots are taken in fp64: those of torch in fp32 are not always correctly rounded.
+    Operations whose number of roundings depends on the platform (`lerp_`, `addcmul_`, `add_` with a factor) are not
+    used, and square roots are taken in fp64: torch's in fp32 are not always correctly rounded.
     """
     n, tile = gradient.numel(), TILE if on_cpus(gradient) else LARGE
     dtype = (
@@ -55,7 +55,7 @@ def update(
 def opened(
     old: Tensor | StateSplit | Blockwise, new: Tensor | StateSplit | Blockwise | None, dtype: torch.dtype
 ) -> Tensor:
-    """The values of `old` in a dtype, to be updated in place: in `new` itself where that has it, else in a copy."""
+    """The values of `old` in a dtype, to be updated in place: in `new` if it has that dtype, else in a copy."""
     if isinstance(old, StateSplit):
         return old.values()
     if isinstance(old, Blockwise):
@@ -66,7 +66,7 @@ def opened(
 
 
 def close(values: Tensor, place: Tensor | StateSplit | Moment) -> None:
-    """Write updated values where they belong, unless they were updated there."""
+    """Write updated values to `place`, unless they were updated there."""
     if isinstance(place, StateSplit | Blockwise):
         place.write(values.float())
     elif place.dtype != values.dtype:

@@ -1,4 +1,4 @@
-"""Optimizers over slices of flats: spans, updaters, and ranks that share whole tensors.
+"""Optimizers over slices of flats: spans, updaters, and owners of whole tensors.
 
-Read `spans` and `updater`; for whole tensors `owners`, `joined` and `row_spans`.
+Read `spans` and `updater`; for whole tensors `owners` and `collective_spans`.
 """

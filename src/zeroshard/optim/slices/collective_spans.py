@@ -1,13 +1,13 @@
-"""Steps of an optimizer over one flat that several ranks take together.
+"""Collective steps of an optimizer over one flat.
 
-`RowSpans` steps over rows of a matrix whose others are on other ranks ([Note: cut matrices] in `owners`), with one
-exchange for each round of `row_reductions`. `JoinedSpans` steps over whole matrices of which several ranks hold parts.
+`RowSpans` steps over this rank's rows of a matrix ([Note: cut matrices] in `owners`), with one exchange for each round
+of `row_reductions`. `JoinedSpans` steps over whole matrices whose parts several ranks hold.
 
-[Note: joined matrices] Where layers are split among ranks, no rank has a whole matrix, and an optimizer over whole
-tensors must see the global one. So each matrix has one owner among the ranks that hold its parts. In an update these
-send it their parts of gradient and values; it steps over the whole, whose states it alone keeps, and sends each rank
-its part of the new values. Weights, master weights and gradients stay parts on the rank that computes with them; the
-whole is scratch. Pieces that several ranks hold come from the one that counts them, and go back to all.
+[Note: joined matrices] If layers are split among ranks, no rank has a whole matrix, and an optimizer over whole tensors
+needs the global one. So each matrix has one owner among the ranks with its parts. In an update these send it their
+parts of gradient and values; it steps over the whole, keeps its states, and sends each rank its part of the new values.
+Weights, master weights and gradients stay parts on the rank that computes with them; the whole is scratch. Pieces with
+copies on several ranks are sent by the rank that counts them, and returned to all.
 """
 
 import math
@@ -32,12 +32,12 @@ from zeroshard.units import Entry, Index
 
 
 class CollectiveSpans(ABC):
-    """In the place of a `SpanOptimizer`, for a flat whose steps are collective calls.
+    """Replacement of a `SpanOptimizer` for a flat whose steps are collective calls.
 
     Args:
-        comm: of the ranks that step together.
+        comm: of the ranks of a step.
         label: of the flat.
-        arena: for what is sent.
+        arena: for messages.
     """
 
     def __init__(self, optimizer: SpanOptimizer, comm: Comm, label: str, arena: Arena) -> None:
@@ -45,12 +45,12 @@ class CollectiveSpans(ABC):
 
     @property
     def reads_alone(self) -> bool:
-        """Whether a step leaves gradients as they are: messages may be made of them in place."""
+        """False: a step may change gradients in place for messages."""
         return False
 
     @property
     def fuses(self) -> bool:
-        """Whether a step takes work around it: messages are between that and the step."""
+        """False: messages separate a step from work around it."""
         return False
 
     @property
@@ -73,7 +73,7 @@ class CollectiveSpans(ABC):
         return self._optimizer.state_bytes(number)
 
     def join(self, number: int, gradient_of: GradientOf, then: Callable[[], None]) -> None:
-        """As `step`, which has its flat to itself, and then `then`."""
+        """As `step`, at once, and then call `then`."""
         self.step(number, gradient_of)
         then()
 
@@ -83,11 +83,11 @@ class CollectiveSpans(ABC):
 
 
 class RowSpans(CollectiveSpans):
-    """Steps over this rank's rows of a matrix, which is alone in its flat."""
+    """Steps over this rank's rows of a matrix, the only parameter of its flat."""
 
     @property
     def matrices(self) -> None:
-        """The rows have their states themselves."""
+        """None: the spans are rows, with their own states."""
         return None
 
     def add(
@@ -105,12 +105,12 @@ class RowSpans(CollectiveSpans):
         return self._optimizer.spans(number)
 
     def split(self, number: int, cuts: Sequence[int]) -> None:
-        """Make the scratch of an update; there is one parameter, so that there is nothing to cut."""
+        """Allocate the scratch of an update; one parameter needs no cuts."""
         for scratch in self._scratch(max(self._reduced_numels, default=0)):
             self._arena.give(scratch)
 
     def rebind(self, number: int, owned: torch.Tensor, start: int) -> None:
-        """Let the rows view `owned`, which begins at `start` and holds the same values."""
+        """Point the rows at `owned`, which begins at `start` and holds the same values."""
         self._optimizer.rebind(number, owned, start)
 
     def step(self, number: int, gradient_of: GradientOf, fused: Fused | None = None) -> None:
@@ -124,7 +124,7 @@ class RowSpans(CollectiveSpans):
             del optimizer.partial
 
     def wire(self, work: Work) -> Wire:
-        """This rank's parts of all reductions go to each other rank."""
+        """This rank's parts of all reductions, to each other rank."""
         yield Purpose.ASK_FOR_ROWS, (self._comm.mesh.ranks - 1) * sum(self._reduced_numels) * work.updates
 
     @property
@@ -148,7 +148,7 @@ class RowSpans(CollectiveSpans):
         return found
 
     def _scratch(self, numel: int) -> list[torch.Tensor]:
-        """For a message to all ranks of so many elements to each, and for theirs."""
+        """Buffers for messages of `numel` elements to and from each rank."""
         total = self._comm.mesh.ranks * numel
         return [self._arena.take(total, self._dtype, "answers about rows") for _ in range(2)]
 
@@ -163,18 +163,18 @@ class MatrixScratch(Protocol):
         """An uninitialised 1-D tensor of `numel` elements."""
 
     def give(self, tensor: torch.Tensor) -> None:
-        """Hand it back."""
+        """Return a tensor of `take`."""
 
 
 @dataclass(slots=True)
 class Matrix:
-    """A matrix of which this rank holds a part.
+    """A matrix with a part on this rank.
 
     Attributes:
-        split: over the ranks.
+        split: its split over the ranks.
         owner: the rank that updates it.
         part: this rank's elements, as a span of the flat.
-        entry: of the whole, among those that this rank updates; None if another does.
+        entry: index entry of the whole, if this rank is the owner; else None.
     """
 
     split: Split
@@ -183,19 +183,19 @@ class Matrix:
     entry: Entry | None = None
 
     def numel(self, rank: int, counted: bool) -> int:
-        """Elements of a rank's part, or of those that it counts."""
+        """Elements of a rank's part; with `counted` only of the pieces that it counts."""
         pieces = [piece for piece in self.split.by_rank[rank] if piece.counted or not counted]
         others = math.prod(self.split.shape) // max(1, self.split.shape[self.split.dimension])
         return others * sum(piece.length for piece in pieces)
 
     def of_part(self, part: torch.Tensor, counted: bool) -> Iterator[torch.Tensor]:
-        """The pieces of this rank's part, or those that it counts."""
+        """The pieces of this rank's part; with `counted` only those that it counts."""
         for first, piece in self.split.placed:
             if piece.counted or not counted:
                 yield part.narrow(self.split.dimension, first, piece.length)
 
     def of_whole(self, wholes: torch.Tensor, rank: int, counted: bool) -> Iterator[torch.Tensor]:
-        """The places of a rank's pieces in the whole, which lies in a buffer of all that this rank updates."""
+        """Views of a rank's pieces in the whole; `wholes` is the buffer of all matrices of this owner."""
         assert self.entry is not None
         whole = wholes[self.entry.offset : self.entry.stop].view(self.entry.shape)
         for piece in self.split.by_rank[rank]:
@@ -208,11 +208,11 @@ class JoinedSpans(CollectiveSpans):
 
     Args:
         splits: of the parameters of the flat, by name.
-        owners: the rank that updates each of those of this rank's slice.
+        owners: owner of each parameter of this rank's slice.
         comm: of the ranks that hold the parts.
         label: of the flat.
-        arena: for what is sent.
-        wholes: for whole matrices, where the flat is updated.
+        arena: for messages.
+        wholes: buffers of whole matrices, in the memory where the flat is updated.
     """
 
     def __init__(
@@ -244,22 +244,22 @@ class JoinedSpans(CollectiveSpans):
         for matrix, entry in zip(mine.values(), self._index.entries, strict=True):
             matrix.entry = entry
         nothing = torch.full((1,), float("nan"), dtype=owned.dtype, device=owned.device)
-        self._absent = nothing.expand(self._index.numel)  # between updates wholes have a shape alone
+        self._absent = nothing.expand(self._index.numel)  # placeholder of the wholes between updates
         self._number = self._optimizer.add(self._index, [m.part.group for m in mine.values()], self._absent, 0, tier)
         return self._number
 
     def spans(self, number: int) -> list[SliceSpan]:
-        """The parts of matrices that are updated here."""
+        """This rank's parts of the matrices."""
         return [matrix.part for matrix in self._matrices.values()]
 
     @property
     def matrices(self) -> Mapping[str, SliceSpan]:
-        """The wholes that this rank updates, by name."""
+        """The whole matrices that this rank updates, by name."""
         entries = self._index.entries
         return {entries[self._index.number_at(s.start)].name: s for s in self._optimizer.spans(self._number)}
 
     def split(self, number: int, cuts: Sequence[int]) -> None:
-        """Make the scratch of an update; each part is of one parameter, so that there is nothing to cut."""
+        """Allocate the scratch of an update; spans of one parameter each need no cuts."""
         whole, sent, updated = self._index.numel, self._numel_out(counted=True), self._numel_out(counted=False)
         wholes = self._wholes.take(2 * whole, self._absent.dtype, "whole matrices")
         for pair in ((2 * sum(sent.values()), 2 * whole), (sum(self._numel_in().values()), sum(updated.values()))):
@@ -268,7 +268,7 @@ class JoinedSpans(CollectiveSpans):
         self._wholes.give(wholes)
 
     def rebind(self, number: int, owned: torch.Tensor, start: int) -> None:
-        """Let the parts view `owned`, which begins at `start` and holds the same values."""
+        """Point the parts at `owned`, which begins at `start` and holds the same values."""
         for matrix in self._matrices.values():
             span = matrix.part
             span.tensor.data = owned[span.start - start : span.stop - start].view(span.tensor.shape)
@@ -305,7 +305,7 @@ class JoinedSpans(CollectiveSpans):
         self._wholes.give(wholes)
 
     def wire(self, work: Work) -> Wire:
-        """Gradients and values to the owners of the others' matrices; from its own, each other rank's new values."""
+        """Gradients and values to other owners, and new values of own matrices to the other ranks."""
         out = sum(numel for rank, numel in self._numel_out(counted=True).items() if rank != self._comm.mesh.rank)
         back = sum(numel for rank, numel in self._numel_in().items() if rank != self._comm.mesh.rank)
         yield Purpose.JOIN_MATRICES, (2 * out + back) * work.updates
@@ -354,7 +354,7 @@ Steps = SpanOptimizer | JoinedSpans | RowSpans  # over one flat
 def _laid_out(
     message: torch.Tensor, views: Iterable[Iterable[torch.Tensor]]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The place in a message [M] of each of some tensors that lie in it one behind the other, beside the tensor."""
+    """The consecutive views of a message [M] for some tensors, each with its tensor."""
     at = 0
     for view in (view for of in views for view in of):
         yield message[at : at + view.numel()].view(view.shape), view
@@ -371,13 +371,13 @@ def spans_of(
     arena: Arena,
     wholes: MatrixScratch,
 ) -> Steps:
-    """The steps over a flat: the optimizer itself, or its steps over matrices of which the flat has parts.
+    """The steps over a flat: the optimizer itself, or collective steps over matrices with parts in the flat.
 
     Args:
-        members: the parameters of the flat as they were dealt out, by name.
-        splits: of those that are parts.
-        axes: over which they are split, by name.
-        slices: over which the flat is sliced.
+        members: the parameters of the flat as in `deal_out`, by name.
+        splits: splits of the parameters that are parts.
+        axes: axes of the splits, by name.
+        slices: the axis over which the flat is sliced.
         label, arena, wholes: as for `JoinedSpans`.
     """
     if any(map(optimizer.owners.cuts, members.values())):
@@ -386,5 +386,5 @@ def spans_of(
     if joined is None or axis is None:
         return optimizer
     owners = {name: rank for name, parameter in members.items() if (rank := joined.rank_of(parameter)) is not None}
-    # where this rank's slice has none of the matrices too: all ranks are to start the same collectives
+    # even without a matrix in this rank's slice: all ranks must start the same collectives
     return JoinedSpans(optimizer, splits, owners, axes[axis].comm, label, arena, wholes)

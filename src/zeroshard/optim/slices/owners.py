@@ -1,21 +1,21 @@
 """Owners: whole parameters dealt out to the ranks that slice them, for optimizers that need whole tensors.
 
-Muon, Adafactor, Shampoo and others look at more than one element at a time. So the slices of a unit lie between borders
-of its parameters (`Index.bounds`), and each parameter is updated by one rank, as in one process. Parameters of all
-units are dealt out together, the most costly first, to the rank with the least so far: the most that a rank has is
-above the mean by less than the most costly parameter (longest processing time first; Graham, 1969).
+Muon, Adafactor, Shampoo and others are not elementwise. So the slices of a unit begin and end at borders of its
+parameters (`Index.bounds`), and each parameter is updated by one rank, as in one process. Parameters of all units are
+dealt out in one pass, the most costly first, to the rank with the lowest load: the largest load exceeds the mean by
+less than the most costly parameter (longest processing time first; Graham, 1969).
 
-[Note: cut matrices] An optimizer may update some rows of a matrix, if ranks exchange what it asks for over all of them
-(`row_reductions`). So a matrix that alone would make a rank too full is cut: its rows are dealt out evenly to all
-ranks, and it has a flat of its own, whose slices lie between rows. While the fullest rank has too much, the largest of
-its matrices that can be cut is, and the rest are dealt out again.
+[Note: cut matrices] An optimizer may update some rows of a matrix, if ranks exchange its reductions over all rows
+(`row_reductions`). So a matrix that alone would overload a rank is cut: its rows are dealt out evenly to all ranks, and
+it has a flat of its own, with slices between rows. While the fullest rank is overloaded, its largest matrix that can be
+cut is, and the rest are dealt out again.
 
-The ranks of a group are numbered by what they keep: rank 0 is the one with the most bytes, its largest parameter
-counted twice for the temporaries of the update; the others follow with ever fewer. The planner relies on it.
+The ranks of a group are numbered by decreasing bytes of states: rank 0 has the most, with its largest parameter counted
+twice for the temporaries of the update. The planner relies on it.
 
-Matrices that layers split among ranks are dealt out twice: to the ranks that slice, all parts of one to the same of
-them, and then to one of the ranks that hold its parts (`optim.slices.joined`). Costs are those of whole matrices, so
-that ranks with uneven parts deal alike.
+Split matrices are dealt out twice: to the ranks that slice, all parts of one to the same rank, and then to one of the
+ranks that hold its parts (`optim.slices.collective_spans`). Costs are of whole matrices, so that ranks with uneven
+parts get equal results.
 """
 
 import bisect
@@ -33,18 +33,18 @@ from zeroshard.parts.axes import Axes
 from zeroshard.parts.place import Cuts, PlaceKind, Split
 
 WIDTH = 4  # bytes of an element that is updated, in fp32
-UNEVEN = 1.05  # times the mean of costs, above which a rank is too full
+UNEVEN = 1.05  # overload: this factor times the mean cost
 LEAST = 2**20  # elements, below which a cut evens out less than 4 MiB, for an exchange or two in each step
-LEAST_ROWS = 8  # of each rank: what all send to all about columns is then at most an eighth of the matrix
+LEAST_ROWS = 8  # of each rank: the exchange over columns is then at most an eighth of the matrix
 Kinds = Mapping[tuple[torch.dtype, bool, PlaceKind], Mapping[str, nn.Parameter]]  # of a unit
 
 
 class OwnedFlat(NamedTuple):
-    """Parameters that are to share a flat.
+    """The parameters of one flat.
 
     Attributes:
-        bounds: between which the slices lie; None for even ones.
-        label: that tells it from others of the same place; empty for the one of parameters that are not cut.
+        bounds: borders of the slices; None for even ones.
+        label: name among the flats of the same place; empty for the flat of parameters that are not cut.
     """
 
     members: dict[str, nn.Parameter]
@@ -56,16 +56,16 @@ class Owners:
     """The owners of the parameters of all flats that are updated whole.
 
     Args:
-        flats: the parameters of each, the group of ranks that slices it, and how many ranks that is.
+        flats: the parameters of each, the group of ranks that slices it, and the number of ranks.
         states: bytes of the optimizer states of a parameter.
-        kept: bytes that its owner keeps for each element, and other ranks do not, beside those states.
-        optimizer: its name.
+        kept: bytes per element on the owner only, besides those states.
+        optimizer: name of its class.
         numel: elements of a parameter.
-        rows: of a parameter that can be cut between them; else 0.
+        rows: number of rows of a parameter that can be cut between them; else 0.
 
     Attributes:
-        joined: the owners, among the ranks that hold parts of a matrix, of those matrices whose parts are in this
-            rank's slices; None where no matrix is split.
+        joined: owners of the split matrices with parts in this rank's slices, among the ranks with their parts; None if
+            no matrix is split.
     """
 
     joined: "Owners | None" = None
@@ -94,7 +94,7 @@ class Owners:
                 self._groups[among] = [[*of_rank, *cut] for of_rank in owned]
 
     def flats(self, members: Mapping[str, nn.Parameter], ranks: int) -> Iterator[OwnedFlat]:
-        """Parameters that so many ranks slice, as flats: those with one owner, by owner, and each that is cut."""
+        """The flats of parameters over `ranks`: one of owned parameters, ordered by owner, and one per cut matrix."""
         whole = {name: parameter for name, parameter in members.items() if parameter not in self._cut}
         if whole:
             ordered, owned = self.order(whole)
@@ -106,7 +106,7 @@ class Owners:
                 yield OwnedFlat({name: parameter}, self._cut[parameter], f"rows of {name}")
 
     def order(self, members: Mapping[str, nn.Parameter]) -> tuple[dict[str, nn.Parameter], list[int] | None]:
-        """The parameters of a flat in the order of their owners, and those; None for even slices."""
+        """The parameters of a flat in the order of their owners, and the owners; None for even slices."""
         if any(parameter not in self._owners for parameter in members.values()):
             return dict(members), None
         ordered = sorted(members, key=lambda name: self._owners[members[name]])  # as before, among those of one rank
@@ -130,12 +130,12 @@ class Owners:
 
     @property
     def summary(self) -> str:
-        """The owners and their cost, in sentences for `engine.owners`; empty where there are none."""
+        """The owners and their cost, in sentences for `engine.owners`; empty without owners."""
         return " ".join(filter(None, (self._slices_summary, self._joined_summary)))
 
     @property
     def _joined_summary(self) -> str:
-        """Of matrices that layers split among ranks."""
+        """The summary of split matrices."""
         if self.joined is None or not self.joined._groups:
             return ""
         joined = self.joined
@@ -147,7 +147,7 @@ class Owners:
 
     @property
     def _slices_summary(self) -> str:
-        """Of parameters that ranks slice."""
+        """The summary of sliced parameters."""
         if not self._groups:
             return ""
         cut = len(self._cut)
@@ -172,12 +172,12 @@ class Owners:
         return max(len(of) * max(of) / max(1, sum(of)) for of in self.shares)
 
     def _numel_on(self, rank: int, parameter: nn.Parameter) -> int:
-        """Elements of a parameter that a rank owns, if it owns any."""
+        """Elements of one of its parameters that a rank owns."""
         bounds = self._cut.get(parameter)
         return self._numel(parameter) if bounds is None else bounds[rank + 1] - bounds[rank]
 
     def _deal(self, parameters: list[nn.Parameter], ranks: int) -> tuple[list[nn.Parameter], list[list[nn.Parameter]]]:
-        """The parameters that are cut, and the others of each rank."""
+        """The parameters to cut, and the other parameters of each rank."""
         costs = {p: WIDTH * self._numel(p) + self._states(p) for p in parameters}
         cut: dict[nn.Parameter, int] = {}
         while True:
@@ -198,7 +198,7 @@ class Owners:
 
 
 def _dealt(costs: Mapping[nn.Parameter, int], ranks: int) -> list[list[nn.Parameter]]:
-    """The parameters of each rank, the most costly first to the rank with the least so far."""
+    """The parameters of each rank: the most costly first, each to the rank with the lowest load."""
     owned: list[list[nn.Parameter]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
     for parameter in sorted(costs, key=lambda p: -costs[p]):
@@ -209,7 +209,7 @@ def _dealt(costs: Mapping[nn.Parameter, int], ranks: int) -> list[list[nn.Parame
 
 
 def row_bounds(rows: int, numel: int, ranks: int) -> tuple[int, ...]:
-    """The elements between which the rows of a matrix are dealt out evenly; one more to each of the first ranks."""
+    """The elements at which the rows of a matrix are cut evenly; the first ranks get one more row."""
     each, more = divmod(rows, ranks)
     return tuple((rank * each + min(rank, more)) * (numel // rows) for rank in range(ranks + 1))
 
@@ -226,8 +226,8 @@ def deal_out(
 
     Args:
         groups: the parameter group of each parameter.
-        apart: bytes of an element that its owner keeps and other ranks do not, beside the optimizer's states; None if
-            every rank updates everything, so that only parts of matrices have owners.
+        apart: bytes per element on the owner only, besides the optimizer's states; None if every rank updates
+            everything, so that only split matrices have owners.
         cuts: the places of parameters that are parts of larger ones.
     """
     flats = [
@@ -264,7 +264,7 @@ def deal_out(
 
 
 def rows_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], shape: torch.Size) -> int:
-    """The rows of a parameter between which it can be cut: it is one matrix, of an optimizer that asks; else 0."""
+    """The number of rows of a parameter that can be cut: one matrix, of an optimizer with row reductions; else 0."""
     own = vars(type(optimizer)).get("row_states")  # a subclass may step in another way
     cuts = isinstance(optimizer, TensorOptimizer) and own is not None
     return shape[0] if cuts and len(shape) > 1 and not leading_shape(shape, group["batch_dims"]) else 0

@@ -1,11 +1,11 @@
 """Spans: the intervals of flat slices that a `torch.optim` optimizer sees as its tensors.
 
-A span is as long as it can be: consecutive elements of one parameter group that were always updated together. When a
-parameter inside a span gets no gradient in a step, the span and its states are cut there, which changes nothing for an
+A span is as long as possible: consecutive elements of one parameter group with the same updates so far. If a parameter
+inside a span gets no gradient in a step, the span and its states are cut there, which changes nothing for an
 elementwise optimizer; so a parameter without a gradient is skipped exactly as torch skips one whose `.grad` is None.
 
-A rank updates one flat after the other, in several calls of `step`. An optimizer that counts steps by group
-(`group["step"] += 1`) or by itself would count calls, so each call starts from the numbers that the step began with.
+A rank updates the flats in several calls of `step`. An optimizer that counts steps in a group (`group["step"] += 1`) or
+an attribute would count calls, so each call starts from the numbers before the step.
 """
 
 import copy
@@ -35,9 +35,9 @@ class HeldTensors:
     """Swaps the tensors of an optimizer's groups, and their states.
 
     Attributes:
-        tensors: of each group, over which it steps.
-        states: of each of them.
-        stepping: whether the optimizer has them now, because it steps or another method of it runs over them.
+        tensors: tensors of each group for a step.
+        states: their states.
+        stepping: whether the optimizer has them now, in a step or another of its methods.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -48,7 +48,7 @@ class HeldTensors:
         optimizer.register_step_pre_hook(self._refuse_user_step)
 
     def fill(self, tensors: list[list[Parameter]]) -> None:
-        """Let these be the tensors of each group, which the optimizer holds always, unless it shows others."""
+        """Set the tensors of each group, which the optimizer holds unless it shows others."""
         self.tensors = tensors
         for group, members in zip(self._optimizer.param_groups, tensors, strict=True):
             group.pop("param_names", None)
@@ -56,7 +56,7 @@ class HeldTensors:
                 group["params"] = members
 
     def show(self, parameters: Sequence[list[Parameter]], states: Table) -> None:
-        """Let the optimizer have these parameters, of each group, and states between its steps."""
+        """Set the parameters of each group, and the states, that the optimizer shows between its steps."""
         self._shown = True
         for group, members in zip(self._optimizer.param_groups, parameters, strict=True):
             group["params"] = members
@@ -66,11 +66,11 @@ class HeldTensors:
     def inside(
         self, members: Sequence[Sequence[Parameter]] | None = None, states: Table | None = None
     ) -> Iterator[None]:
-        """Let the optimizer have other tensors of each group inside.
+        """Give the optimizer other tensors of each group inside.
 
         Args:
             members: some of the tensors, or whole parameters; all tensors by default.
-            states: of each of the members; those of the tensors by default.
+            states: states of the members; by default those of the tensors.
         """
         optimizer = self._optimizer
         groups, shown = optimizer.param_groups, optimizer.state
@@ -99,11 +99,11 @@ Numbers = list[dict[str, Any]]
 
 
 class OneStep:
-    """The calls of an optimizer's `step` that make one step together."""
+    """The calls of an optimizer's `step` that form one step."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._left: Numbers | None = None  # by the last call of the step under way
+        self._left: Numbers | None = None  # by the last call of the current step
 
     def call(self) -> None:
         """Call `step` once."""
@@ -120,7 +120,7 @@ class OneStep:
                 table.update(numbers)
 
     def end(self) -> None:
-        """The step is whole."""
+        """End the step: set the numbers that its last call left."""
         left, self._left = self._left, None
         for table, numbers in zip(self._tables(), left or (), strict=False):
             table.update(numbers)
@@ -138,7 +138,7 @@ def _is_number(value: Any) -> bool:
 
 
 UNKNOWN = StateLayout(0, 0)  # for engines that print no formulas of optimizer states
-JOINED = 2**16  # elements, below which a call of the optimizer costs more than its arithmetic
+JOINED = 2**16  # elements below which a call of the optimizer costs more than its arithmetic
 
 
 class SliceSpan:
@@ -162,16 +162,16 @@ GradientOf = Callable[[SliceSpan], torch.Tensor | None]
 class SpanOptimizer:
     """Points a torch optimizer at spans instead of the model's parameters, in place.
 
-    The optimizer object stays the user's, so learning-rate schedulers that hold it go on working. See
-    `HeldTensors` for what it has between its steps.
+    The optimizer object stays the user's, so learning-rate schedulers that hold it go on working. `HeldTensors` has its
+    tensors between steps.
 
     Attributes:
         optimizer: the user's.
         layout: of its states.
-        owners: of whole parameters; of none, unless they are dealt out.
+        owners: of whole parameters; empty unless they are dealt out.
         sizes: of the states of whole parameters.
-        held: what the optimizer holds when, and the states of each span by its tensor.
-        one_step: the calls for all flats as one step, which whoever updates them ends.
+        held: the tensors of the optimizer, and the states of each span by its tensor.
+        one_step: the calls for all flats as one step, which the caller of the updates ends.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, ledger: Ledger, layout: StateLayout = UNKNOWN) -> None:
@@ -180,11 +180,11 @@ class SpanOptimizer:
         self._ledger = ledger
         self._spans: list[list[SliceSpan]] = []
         self._tiers: list[str | None] = []
-        self._states_bytes = {"device": 0, "host": 0}  # that this object has entered into the ledger
+        self._states_bytes = {"device": 0, "host": 0}  # entered into the ledger by this object
         self._seen_bytes = {"device": 0, "host": 0}  # of scalars, likewise
         self.sizes, self.held, self.one_step = StateSizes(optimizer), HeldTensors(optimizer), OneStep(optimizer)
         self._sizes: list[int] = []  # elements of each flat's slice; of uneven slices the mean, the same on all ranks
-        self._joined: list[SliceSpan] = []  # of flats whose steps were put off
+        self._joined: list[SliceSpan] = []  # of flats with deferred steps
         self._joined_elements = 0
         self._then: list[Callable[[], None]] = []
 
@@ -223,7 +223,7 @@ class SpanOptimizer:
         return len(self._spans) - 1
 
     def _seen(self, entry: Entry, low: int, high: int) -> tuple[Sequence[int], OwnRows | None]:
-        """The shape in which the optimizer sees elements [low, high) of a flat, and which rows these are."""
+        """The optimizer's shape of elements [low, high) of a flat, and their rows if they are a part of a matrix."""
         if high - low == entry.numel:
             return entry.shape, None
         width, states = entry.numel // entry.shape[0], getattr(self.optimizer, "row_states", None)
@@ -232,7 +232,7 @@ class SpanOptimizer:
         return ((high - low) // width, *entry.shape[1:]), rows
 
     def install_spans(self) -> None:
-        """Give the optimizer its spans, once all are made and have their values: other ranks may write these."""
+        """Give the optimizer its spans, once all are made and have their values, which other ranks may write."""
         templates = self.sizes.templates
         fresh = [(span, fresh_state(self.optimizer, templates[span.group], span.tensor)) for span in self.every]
         self.held.states.clear()
@@ -242,13 +242,13 @@ class SpanOptimizer:
 
     @property
     def reads_alone(self) -> bool:
-        """Whether a step leaves gradients as they are: as torch's Adam does, without hooks of the user's."""
+        """Whether a step leaves gradients unchanged: torch's Adam, without hooks of the user's."""
         hooks = self.optimizer._optimizer_step_pre_hooks  # one is this object's
         return type(self.optimizer) in (torch.optim.Adam, torch.optim.AdamW) and len(hooks) == 1
 
     @property
     def fuses(self) -> bool:
-        """Whether `step` takes work around it: of a class that does such work, itself, without hooks of the user's."""
+        """Whether `step` takes fused work: for a class that supports it itself, without hooks of the user's."""
         before, after = self.optimizer._optimizer_step_pre_hooks, self.optimizer._optimizer_step_post_hooks
         return bool(vars(type(self.optimizer)).get("fuses")) and len(before) == 1 and not after
 
@@ -273,7 +273,7 @@ class SpanOptimizer:
             self._refill_groups()
 
     def rebind(self, number: int, owned: torch.Tensor, start: int) -> None:
-        """Let one flat's spans view `owned`, which begins at `start` and holds the same values."""
+        """Point one flat's spans at `owned`, which begins at `start` and holds the same values."""
         for span in self._spans[number]:
             span.tensor.data = owned[span.start - start : span.stop - start].view(span.tensor.shape)
 
@@ -281,7 +281,7 @@ class SpanOptimizer:
         """One optimizer step on the spans of one flat; a span whose gradient is None stays as it is.
 
         Args:
-            fused: what the step does besides, if the optimizer `fuses`; gradients may then have fewer bits.
+            fused: fused work, if the optimizer `fuses`; gradients may then have fewer bits.
         """
         if fused is None:
             self._step(self._with_gradients(number, gradient_of))
@@ -296,7 +296,7 @@ class SpanOptimizer:
             del self.optimizer.fused
 
     def _with_gradients(self, number: int, gradient_of: GradientOf) -> list[SliceSpan]:
-        """The spans of one flat, which have their gradients now."""
+        """The spans of one flat, after setting their gradients."""
         spans = self._spans[number]
         for span in spans:
             gradient = gradient_of(span)
@@ -306,13 +306,13 @@ class SpanOptimizer:
         return spans
 
     def join(self, number: int, gradient_of: GradientOf, then: Callable[[], None]) -> None:
-        """As `step`, in one call of the optimizer with flats of few elements beside it.
+        """As `step`, in one call of the optimizer for several small flats.
 
         Args:
-            gradient_of: its tensors last until `then`.
-            then: called when the step is done, at the latest by `flush`.
+            gradient_of: its tensors live until `then`.
+            then: called after the step, at the latest by `flush`.
         """
-        elements = self._sizes[number]  # all ranks are to flush alike, as `then` may be a collective call
+        elements = self._sizes[number]  # all ranks flush at the same flats, as `then` may be a collective call
         if self._joined_elements + elements > JOINED:
             self.flush()
         self._joined += self._with_gradients(number, gradient_of)
@@ -320,7 +320,7 @@ class SpanOptimizer:
         self._then.append(then)
 
     def flush(self) -> None:
-        """Take the steps that `join` has put off."""
+        """Take the deferred steps of `join`."""
         spans, then, self._joined, self._then, self._joined_elements = self._joined, self._then, [], [], 0
         if then:
             self._step(spans)
@@ -332,7 +332,7 @@ class SpanOptimizer:
         given = [span.tensor.data for span in spans] if self.layout.rebinds else []
         if len(self.optimizer._optimizer_step_pre_hooks) + len(self.optimizer._optimizer_step_post_hooks) > 1:
             watch_hooks(self.optimizer, self.layout.whole is not None)  # beside the one of `HeldTensors`
-        # with all spans the optimizer would look through the others for gradients
+        # with all spans the optimizer would search the others for gradients
         with self.held.inside([[span.tensor for span in spans if span.group == group] for group in groups]):
             self.one_step.call()
         put_back(spans, given)
@@ -340,7 +340,7 @@ class SpanOptimizer:
             _hide_gradient(span)
 
     def touch(self) -> None:
-        """Take a step of the optimizer with no tensor, for its hooks and for learning-rate schedulers to see."""
+        """Take a step of the optimizer without tensors, for its hooks and learning-rate schedulers."""
         self._step([])
 
     def state_bytes(self, number: int | None = None) -> int:
@@ -394,14 +394,14 @@ class SpanOptimizer:
 
 
 def put_back(spans: Sequence[SliceSpan], places: Sequence[torch.Tensor]) -> None:
-    """Copy values that a step has put elsewhere (`p.data = values`) to their places."""
+    """Copy values that a step has rebound (`p.data = values`) back to their places."""
     for span, values in zip(spans, places, strict=False):
         if span.tensor.data_ptr() != values.data_ptr():
             span.tensor.data = values.copy_(span.tensor.data)
 
 
 def _hide_gradient(span: SliceSpan) -> None:
-    """Give the span a `.grad` that raises when read; a real gradient is there only during the span's step."""
+    """Give the span a `.grad` that raises when read; it has a real gradient only during its step."""
     if span.hidden is None:
         real = type(span.tensor.detach()) is torch.Tensor  # tensors of a rehearsal have no values
         span.hidden = Unreadable.of(span.tensor, f"elements {span.start} to {span.stop}", _unreadable) if real else None

@@ -1,8 +1,8 @@
 """Hooks of the user's around an optimizer's step, which see the slices of one flat at a time.
 
-What such a hook does to each element or, where the optimizer has whole parameters, to each parameter alone is right. A
-norm over all that it is given would be one over some slices of this rank. So in its first calls a hook gets copies,
-whose data are followed ([Note: data flow]).
+Such a hook may treat each element alone or, if the optimizer has whole parameters, each parameter alone. A norm over
+all its tensors would cover only some slices of this rank. So in its first calls a hook gets copies, whose data flow is
+tracked ([Note: data flow]).
 """
 
 from collections.abc import Callable
@@ -15,13 +15,13 @@ from torch.nn import Parameter
 from zeroshard.errors import OptimizerError
 from zeroshard.optim.trial.data_flow import DataFlow
 
-CALLS = 3  # that are watched
+CALLS = 3  # watched
 OWN = "zeroshard."  # hooks of this package see no tensors
 Hook = Callable[..., Any]
 
 
 def watch_hooks(optimizer: torch.optim.Optimizer, whole: bool) -> None:
-    """Watch the first calls of hooks that were registered since the last call of this.
+    """Watch the first calls of hooks registered since the last call of this function.
 
     Args:
         whole: whether the optimizer has whole parameters, each on one rank; else slices.
@@ -33,7 +33,7 @@ def watch_hooks(optimizer: torch.optim.Optimizer, whole: bool) -> None:
 
 
 class WatchedHook:
-    """A hook of the user's that gets copies in its first calls."""
+    """A hook of the user's, which gets copies in its first calls."""
 
     def __init__(self, hook: Hook, whole: bool) -> None:
         self._hook, self._whole, self._left = hook, whole, CALLS
@@ -42,7 +42,7 @@ class WatchedHook:
         """Call the hook.
 
         Raises:
-            OptimizerError: it mixes data that slices keep apart, or reads them, or comes after they were used.
+            OptimizerError: it mixes data of several slices, reads values, or runs after they were used.
         """
         if not self._left:
             return self._hook(optimizer, args, kwargs)
@@ -51,7 +51,7 @@ class WatchedHook:
         members = [group["params"] for group in groups]
         given = [parameter for of_group in members for parameter in of_group]
         copies = {parameter: _copy_of(parameter) for parameter in given}
-        late = Parameter(torch.zeros(2, 2))  # in the place of what was updated elsewhere
+        late = Parameter(torch.zeros(2, 2))  # in place of tensors that were updated on the host
         late.grad = torch.ones(2, 2)
         for number, copy in enumerate([*copies.values(), late]):
             flow.give(copy, number)

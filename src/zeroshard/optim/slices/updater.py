@@ -35,7 +35,7 @@ class Untrained:
 
     @property
     def leaves(self) -> tuple[Arena | None, int]:
-        """An update makes nothing."""
+        """An update allocates nothing."""
         return None, 0
 
     def __init__(self, weights: Weights, values: torch.Tensor, start: int) -> None:
@@ -58,10 +58,10 @@ class Untrained:
         """There are no spans."""
 
     def follow(self) -> None:
-        """The weights stay where they are."""
+        """Nothing to do: the weights are not rebound."""
 
     def at_hand(self, writes: bool = False) -> AbstractContextManager[Any]:
-        """The values are in memory."""
+        """Nothing to fetch: the values are in memory."""
         return nullcontext()
 
     def take_over(self) -> None:
@@ -82,11 +82,11 @@ class Untrained:
         """There are no states."""
 
     def planned(self) -> Iterator[Planned]:
-        """Nothing beside the weights."""
+        """No memory besides the weights."""
         yield from ()
 
     def wire(self, work: Work) -> Wire:
-        """Nothing moves."""
+        """No messages."""
         yield from ()
 
     def exact(self, values: torch.Tensor) -> torch.Tensor:
@@ -124,11 +124,11 @@ class DeviceUpdater(Untrained):
 
     @property
     def matrices(self) -> Mapping[str, Span] | None:
-        """The whole matrices that this rank steps over, by name, where the values are parts of matrices."""
+        """The whole matrices of this owner, by name, if the values are parts of matrices; else None."""
         return None if isinstance(self._optimizer, SpanOptimizer) else self._optimizer.matrices
 
     def update(self, gradients: Gradients, written: bytes, factor: float) -> None:
-        """Take one step with the gradients times `factor`, and let the other ranks have the new weights."""
+        """Take one step with the gradients times `factor`, and publish the new weights to the other ranks."""
         reads = factor == 1.0 and self._optimizer.reads_alone and not self.separate
         pieces = gradients.for_update(reads)
         if pieces[0].dtype == self.values.dtype and gradients.reduction.lasts:
@@ -157,7 +157,7 @@ class DeviceUpdater(Untrained):
         }
 
     def scalars(self, span: Span) -> dict[str, Any] | None:
-        """Its other states of a span, such as a step count or columns; None before the first update."""
+        """The optimizer's other states of a span, such as a step count or columns; None before the first update."""
         state = self._state(span)
         return {k: v for k, v in state.items() if not self._per_element(v, span)} if state else None
 
@@ -184,7 +184,7 @@ class DeviceUpdater(Untrained):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of states that the first step makes, by the optimizer's layout."""
+        """Bytes of the states of the first step, by the optimizer's layout."""
         return self._optimizer.state_bytes(self._number)
 
     @property
@@ -194,7 +194,7 @@ class DeviceUpdater(Untrained):
 
     @property
     def _slice_of(self) -> int | None:
-        """The rank whose slice is updated; None where everything is."""
+        """The rank whose slice is updated; None if the whole flat is."""
         return self.weights.rank if self.values.numel() < self.weights.flat.index.padded_numel else None
 
     def _state(self, span: Span) -> dict[str, Any]:
@@ -214,7 +214,7 @@ class DeviceUpdater(Untrained):
     def _gradient_of(
         self, pieces: Sequence[torch.Tensor], written: bytes, factor: float
     ) -> Callable[[Span], torch.Tensor | None]:
-        """The gradient of each span, out of `pieces` of [S] times `factor`; None where there is none."""
+        """The gradient of each span, from `pieces` of [S] times `factor`; None for a span without one."""
         if factor != 1.0:
             for piece in pieces:
                 piece.mul_(factor)
@@ -232,7 +232,7 @@ class DeviceUpdater(Untrained):
         return gradient_of
 
     def _updated(self, gradients: Gradients) -> None:
-        """A step was taken: let the model and the other ranks have the new weights."""
+        """Copy the new weights to the parameters, and publish them to the other ranks."""
         gradients.reduction.used()
         self._update_parameters()
         self.weights.publish(0 if self.separate else len(self.spans))

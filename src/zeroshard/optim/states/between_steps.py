@@ -1,9 +1,9 @@
-"""The optimizer as the user has it between the engine's steps: by parameter, whole, or refused.
+"""The user's view of the optimizer between the engine's steps: by parameter, whole, or refused.
 
 In its steps the optimizer has slices. Between them its groups hold the model's parameters, for schedules, callbacks and
-whoever compares them with the model's; its states are taken and loaded by parameter. Methods of the user's class that
-write parameters or states outside of `step` (an average that is swapped in, the modes of 2405.15682) run over the
-slices of every rank, and all ranks get the new weights; a trial over small tensors shows what a method does.
+comparisons; its states are read and loaded by parameter. Methods of the user's class that write parameters or states
+outside of `step` (swapping in an average, the modes of 2405.15682) run over the slices of every rank, and all ranks get
+the new weights; a trial over small tensors shows the effect of a method.
 """
 
 import weakref
@@ -35,13 +35,13 @@ class Assembled(Protocol):
 class BetweenSteps:
     """The user's calls of an engine's optimizer between steps.
 
-    The optimizer, which may live longer, refers to it weakly.
+    The optimizer, which may outlive it, has a weak reference.
 
     Args:
         world: all ranks.
         members: the parameters of each group, as the user gave them.
         discard: called with `set_to_none`: drop the gradients, or else zero them and still apply them.
-        flush: wait for updates under way; a collective call.
+        flush: wait for pending updates; a collective call.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class BetweenSteps:
         self._spans, self._parts, self._world = assembly.optimizer, assembly.parts, world
         optimizer, parts = self._spans, self._parts
         self._states = ByParameter(optimizer, parts, world, members)
-        self._called: dict[str, MethodCall] = {}  # the latest calls that wrote, which may have made states
+        self._called: dict[str, MethodCall] = {}  # latest calls that wrote; they may have made states
         self._discard, self._flush = weakref.WeakMethod(discard), weakref.WeakMethod(flush)
         optimizer.held.show(list(shown_parameters(parts, members)), ShownStates(optimizer))
         user = optimizer.optimizer
@@ -87,24 +87,24 @@ class BetweenSteps:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole state dict, as of the same optimizer in a plain loop, on every rank; a collective call."""
+        """The whole state dict of the same optimizer in a plain loop, on every rank; a collective call."""
         self._settle("state_dict")
         return self._states.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a whole state dict, the same on every rank; a collective call.
+        """Load a whole state dict, the same on every rank; a collective call.
 
         Raises:
-            CheckpointError: it does not fit, or ranks give different ones.
+            CheckpointError: it does not fit, or differs between ranks.
         """
         self._settle("load_state_dict")
         self._states.load(state_dict)
 
     def call(self, *args: Any, name: str, **kwargs: Any) -> Any:
-        """MethodCall a method of the user's class; a collective call, if it writes parameters or states.
+        """Call a method of the user's class; a collective call, if it writes parameters or states.
 
         Raises:
-            OptimizerError: it reads or mixes what a rank has a slice of.
+            OptimizerError: it reads or mixes data of which a rank has a slice.
         """
         optimizer, call = self._spans.optimizer, MethodCall(name, args, kwargs)
         effect = self._effect(call)
@@ -152,7 +152,7 @@ class BetweenSteps:
         )
 
     def _settle(self, name: str, problem: str | None = None) -> None:
-        """Have no update under way, on any rank."""
+        """Wait for pending updates on all ranks, and raise a rank's problem on all of them."""
         flush = self._flush()
         if flush is not None:
             flush()
@@ -163,7 +163,7 @@ class BetweenSteps:
 
 
 class ShownStates(dict[Any, Any]):
-    """In the place of `optimizer.state`: slices belong to no parameter, so states are not read here.
+    """Replacement of `optimizer.state`, which refuses reads: slices belong to no parameter.
 
     `clear()` drops the states of this rank's slices.
     """
@@ -203,14 +203,14 @@ def _methods(kind: type[torch.optim.Optimizer]) -> Iterator[str]:
 
 
 def _bound(owner: BetweenSteps, user: torch.optim.Optimizer, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of an object of the user's that calls `owner` between steps, and the user's own in them."""
+    """A method of the user's optimizer that calls `owner` between steps, and the class's own method in them."""
     known, holder = weakref.ref(owner), weakref.ref(user)
 
     @wraps(getattr(type(user), name))
     def bound(*args: Any, **kwargs: Any) -> Any:
         owner, user = known(), holder()
         if owner is None or owner._spans.held.stepping:
-            idle = owner is not None and name == "zero_grad"  # at its end a step discards gradients by itself
+            idle = owner is not None and name == "zero_grad"  # a step discards gradients itself at its end
             return None if idle else getattr(type(user), name)(user, *args, **kwargs)
         return call(owner, *args, **kwargs)
 

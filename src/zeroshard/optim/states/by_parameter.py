@@ -1,6 +1,6 @@
-"""An optimizer's states by parameter and whole, as `torch.optim` has them: put together of slices, and cut into them.
+"""An optimizer's states by whole parameter, as in `torch.optim`: gathered from slices, and cut into them.
 
-So `engine.optimizer.state_dict()` is that of the plain loop, and either loads into the other.
+So `engine.optimizer.state_dict()` equals that of the plain loop, and either loads into the other.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,10 +26,10 @@ SOURCE = "engine.optimizer.load_state_dict()"
 
 
 class GivenParameter(NamedTuple):
-    """A parameter of a group as the user gave it.
+    """A parameter of a group of the user's.
 
     Attributes:
-        whole: of its shape and dtype, without its values.
+        whole: a tensor of its shape and dtype, without its values.
     """
 
     name: str
@@ -40,7 +40,7 @@ Members = Sequence[Sequence[GivenParameter]]  # of each group
 
 
 def members_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> Members:
-    """The parameters of the groups of an optimizer; taken before any is cut."""
+    """The parameters of an optimizer's groups; call it before any is cut."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return [
         [GivenParameter(names.get(id(p), ""), nn.Parameter(_hollow(p), p.is_floating_point())) for p in group["params"]]
@@ -78,10 +78,10 @@ class ByParameter:
         return found
 
     def load(self, given: dict[str, Any]) -> None:
-        """Take over a whole state dict, the same on every rank; a collective call.
+        """Load a whole state dict, the same on every rank; a collective call.
 
         Raises:
-            CheckpointError: it does not fit the optimizer or the model, or ranks give different ones.
+            CheckpointError: it does not fit the optimizer or the model, or differs between ranks.
         """
         problem, source = None, None
         try:
@@ -114,7 +114,7 @@ class ByParameter:
         return [[member.whole for member in group] for group in self._members]
 
     def _gathered(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """All tensors in states as "KEY:NAME", and all other states of each parameter by name."""
+        """All tensors of states by "KEY:NAME", and all other states by the parameter's name."""
         pieces = []
         for part in (part for part in self._parts.all if part.place.counted):
             with part.updater.at_hand():
@@ -161,7 +161,7 @@ class ByParameter:
 
 
 class GivenStates:
-    """States in memory in the place of a checkpoint's `Reader`.
+    """States in memory, with the interface of a checkpoint's `Reader`.
 
     Args:
         states: by whole parameter.
@@ -169,9 +169,9 @@ class GivenStates:
         elementwise: whether the optimizer treats each element alone.
 
     Attributes:
-        path: the source, as messages name it.
-        facts: as a checkpoint has them.
-        tensors: by "KEY:NAME"; of weights the shapes alone.
+        path: name of the source in messages.
+        facts: in the form of a checkpoint's.
+        tensors: by "KEY:NAME"; weights have only shapes.
     """
 
     path = SOURCE
@@ -205,7 +205,7 @@ class GivenStates:
         return self._kinds.get(name, [])
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """The shape of a tensor, or None if it is not there."""
+        """The shape of a tensor; None for an unknown one."""
         return tuple(self.tensors[name].shape) if name in self.tensors else None
 
     def fill(self, name: str, targets: Sequence[BoxValues]) -> None:
@@ -221,11 +221,11 @@ class GivenStates:
         return digest_of(value.detach().contiguous().reshape(-1) for value in own)
 
     def _take(self, name: str, state: Mapping[str, Any], whole: Tensor | None, each: set[str] | None) -> dict[str, Any]:
-        """Enter the states of a parameter that are tensors; returns the others in JSON.
+        """Enter the tensors among a parameter's states; returns the others in JSON.
 
         Args:
-            whole: in whose shape a state has a value for each element; None where none has.
-            each: the names of those states, where their shape does not tell.
+            whole: shape of states with a value for each element; None if there are none.
+            each: names of those states, if the shape does not identify them.
         """
         scalars: dict[str, Any] = {}
         for key, value in state.items():

@@ -1,4 +1,4 @@
-"""Checks of saved options and states against the optimizer of this run, before anything is changed.
+"""Checks of saved options and states against this run's optimizer, before anything is changed.
 
 A copy of the optimizer is made with the saved options, which checks their ranges, and takes a few steps, which show
 the names and types of its states. See `optim.trial.probe`.
@@ -38,12 +38,12 @@ class Saved:
         scalars: by parameter, its scalar states in their JSON form.
 
     Raises:
-        CheckpointError: the options are not those of this optimizer, or out of range.
+        CheckpointError: the options do not fit this optimizer, or are out of range.
     """
 
     def __init__(self, reader: Reader, optimizer: torch.optim.Optimizer, elementwise: bool = True) -> None:
         self._reader, self._path, facts = reader, reader.path, reader.facts["optimizer"]
-        self._elementwise = elementwise  # else parameters of other dimensions than the trial's have other states
+        self._elementwise = elementwise  # if not, states may differ for parameters of other dimensions than the trial's
         kind, groups = type(optimizer).__name__, optimizer.param_groups
         if (facts["class"], len(facts["groups"])) != (kind, len(groups)):
             raise CheckpointError(
@@ -64,7 +64,7 @@ class Saved:
             free = [key for key, default in optimizer.defaults.items() if default is None]
             options = {}
             for key in (key for key in saved if key not in ("params", NAMES)):
-                named = f"'{key}' of {at}"  # a schedule's "initial_lr" and an optimizer's counts may not be there yet
+                named = f"'{key}' of {at}"  # a schedule's "initial_lr" and an optimizer's counts may not exist yet
                 if key in live:
                     options[key] = _option(self._path, named, saved[key], live[key], key in free)
                 else:
@@ -76,31 +76,31 @@ class Saved:
             self.groups.append(options)
 
     def state(self, name: str, split: Split | None = None, span: Span | None = None) -> Table | None:
-        """The states of a parameter that have no value per element; None if it has no states.
+        """The states of a parameter without a value per element; None if it has no states.
 
         Args:
-            split: the part of it that this rank holds.
-            span: with the rows of it that this rank updates.
+            split: this rank's part of it.
+            span: its span with this rank's rows.
         """
         kept = self.scalars.get(name)
         read = partial(read_whole, self._reader, name, split, span)
         return None if kept is None else {key: decoded(value, read) for key, value in kept.items()}
 
     def room(self, key: str, name: str, span: Span) -> torch.Tensor:
-        """Zeros for a state with a value for each element of a span, in the dtype in which the optimizer keeps it."""
+        """Zeros for a state with a value for each element of a span, in the optimizer's dtype for it."""
         kept = self._reader.tensors[f"{key}:{name}"].dtype
-        if self._elementwise:  # some are kept in other dtypes below the device, and saved in that of the values
+        if self._elementwise:  # offloaded states may have other dtypes, and are saved in the values' dtype
             found = self._dtype(key, span.group)
             kept = span.tensor.dtype if found == torch.float32 else found
         return torch.zeros(span.tensor.shape, dtype=kept, device=span.tensor.device)
 
     def kinds(self, name: str) -> list[str]:
-        """The states of a parameter that have a value per element."""
+        """The states of a parameter with a value per element."""
         whole = set().union(*map(paths_of, self.scalars.get(name, {}).values()))
         return [kind for kind in self._reader.kinds(name) if kind not in NO_STATES and kind not in whole]
 
     def check(self, name: str, group: int) -> None:
-        """Check a parameter's states against those that its group's optimizer makes.
+        """Check a parameter's states against the trial steps of its group.
 
         Raises:
             CheckpointError: a state is missing, or of another type or shape; or the parameter was in another group.
@@ -136,7 +136,7 @@ class Saved:
             self._check_scalar(name, key, value, known.get(key))
 
     def _check_scalar(self, name: str, key: str, saved: Any, like: Any) -> None:
-        """Check a scalar state; one that the trial steps do not make (`like` is None) may have any type."""
+        """Check a scalar state; one without a state of the trial steps (`like` is None) may have any type."""
         at = f"the optimizer's state '{key}' of '{name}'"
         value = _decoded(self._path, at, saved)
         if like is not None and not self._fits(name, value, like):
@@ -148,16 +148,16 @@ class Saved:
             raise CheckpointError(f"{self._path} says that {at} is {shown(number)}; it must count steps. {WAY_OUT}")
 
     def _fits(self, name: str, value: Any, like: Any) -> bool:
-        """Whether a scalar state may be one of a parameter, where the trial's, a matrix in fp32, has `like`."""
+        """Whether a scalar state fits a parameter; `like` is the state of the trial's fp32 matrix."""
         if isinstance(value, torch.Tensor) and isinstance(like, torch.Tensor):
-            if not self._elementwise:  # a parameter of no dimension has such states for each element
+            if not self._elementwise:  # a 0-dimensional parameter has such states for each element
                 return value.dtype.is_floating_point == like.dtype.is_floating_point
             if like.dtype == torch.float32 and value.dtype == self._reader.tensors[f"weight:{name}"].dtype:
                 return value.dim() == like.dim()
         return _type(value) == _type(like)
 
     def _dtype(self, key: str, group: int) -> torch.dtype:
-        """Of a state of each element in the trial steps, whose values are in fp32; that one if they make none."""
+        """The dtype of an elementwise state in the trial steps, which are in fp32; fp32 if they make none."""
         made = (states.get(key) for states in self._needs[group])
         return next((value.dtype for value in made if isinstance(value, torch.Tensor)), torch.float32)
 
@@ -175,7 +175,7 @@ class Saved:
 
 
 def load_states(part: Part, reader: Reader, saved: Saved) -> None:
-    """Set the optimizer's states of a part, or of the whole matrices that this rank steps over for those of parts."""
+    """Set the optimizer's states of a part, or of this owner's whole matrices if it steps over these."""
     entries, updater, matrices = part.flat.index.entries, part.updater, part.updater.matrices
     if matrices is not None:
         for name, span in matrices.items():
@@ -211,7 +211,7 @@ def _decoded(path: Path, at: str, saved: Any) -> Any:
 
 
 def _option(path: Path, at: str, saved: Any, live: Any, free: bool) -> Any:
-    """A saved option, in the type of the option of this run.
+    """A saved option, in the type of this run's option.
 
     Args:
         free: whether the option may also be None, a number or a bool, since its default is None.

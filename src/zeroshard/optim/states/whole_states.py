@@ -1,7 +1,7 @@
 """States of optimizers over whole tensors: rows, columns, matrices and lists of them, in checkpoints and in formulas.
 
-A checkpoint keeps a state in the shape of its parameter element by element, as all states are kept. Other tensors are
-kept whole, under the path of the state ("preconditioners.0"), and lists, tuples and tables by their structure.
+A checkpoint keeps a state in its parameter's shape by elements, as for elementwise optimizers. Other tensors are kept
+whole, under the path of the state ("preconditioners.0"), and lists, tuples and tables by their structure.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,10 +24,10 @@ NAMES = "param_names"  # of a parameter group, as torch has it
 
 
 def encoded(value: Any, path: str, tensors: Tensors) -> Any:
-    """A state in JSON; the tensors in it with dimensions are entered into `tensors` by their paths.
+    """A state in JSON; its tensors with dimensions are entered into `tensors` by their paths.
 
     Raises:
-        CheckpointError: it holds something that is no tensor, number, text, list, tuple or table.
+        CheckpointError: it holds a value that is no tensor, number, text, list, tuple or table.
     """
     if isinstance(value, torch.Tensor) and value.dim():
         tensors[path] = value
@@ -41,7 +41,7 @@ def encoded(value: Any, path: str, tensors: Tensors) -> Any:
 
 
 def decoded(value: Any, read: Callable[[str], torch.Tensor]) -> Any:
-    """The state that `encoded` was given; `read` has the tensor of a path.
+    """The inverse of `encoded`; `read` returns the tensor of a path.
 
     Raises:
         ValueError: `encoded` makes no such value.
@@ -78,9 +78,9 @@ def tensor_bytes(state: Mapping[str, Any]) -> int:
 
 
 def whole_pieces(part: Part, interval: tuple[int, int]) -> Iterator[TensorPiece]:
-    """The tensors in states of parameters that begin in an interval of the flat, but for those of each element.
+    """The tensors in states of parameters that begin in an interval of the flat, except elementwise ones.
 
-    Of a stack of matrices of which ranks hold parts, a state has one entry for each matrix in its first dimension.
+    Of a split stack of matrices, a state has one entry for each matrix in its first dimension.
     """
     start, stop = interval
     for span in part.updater.spans:
@@ -107,7 +107,7 @@ def whole_pieces(part: Part, interval: tuple[int, int]) -> Iterator[TensorPiece]
 
 
 def elements_of(part: Part, low: int, high: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """States of the elements [low, high) of one parameter, which may lie in several spans, by name."""
+    """Elementwise states of [low, high) of one parameter, perhaps in several spans, by name."""
     found: dict[str, list[torch.Tensor]] = {}
     for span in part.updater.spans:
         a, b = max(low, span.start), min(high, span.stop)
@@ -119,7 +119,7 @@ def elements_of(part: Part, low: int, high: int) -> Iterator[tuple[str, torch.Te
 
 
 def state_pieces(part: Part) -> Iterator[TensorPiece]:
-    """The tensors in states of this rank's slice of a part, as boxes of those of whole parameters."""
+    """The tensors in states of this rank's slice of a part, as boxes in the shape of whole parameters."""
     index, interval = part.flat.index, part.flat.index.interval(part.weights.rank)
     for number, low, high in index.overlaps(*interval):
         for kind, values in elements_of(part, low, high):
@@ -130,7 +130,7 @@ def state_pieces(part: Part) -> Iterator[TensorPiece]:
 
 
 def scalars_of(part: Part) -> dict[str, dict[str, Any]]:
-    """States that are no element's (step counts), by parameter."""
+    """States without a value per element (step counts), by parameter."""
     found: dict[str, dict[str, Any]] = {}
     spans = [
         (part.flat.index.entries[number].name, span)
@@ -145,7 +145,7 @@ def scalars_of(part: Part) -> dict[str, dict[str, Any]]:
 
 
 def options_of(parts: Iterable[Part], optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The options of each parameter group in JSON, and the names of its parameters that this rank updates.
+    """The options of each parameter group in JSON, and the names of this rank's parameters.
 
     Functions are left out: code is never loaded, and the run that loads has its own.
     """
@@ -164,7 +164,7 @@ def options_of(parts: Iterable[Part], optimizer: torch.optim.Optimizer) -> list[
 
 
 def merged_options(everyone: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The optimizer of all ranks: rank 0's class and options, and the names and scalars of all."""
+    """The optimizer of all ranks: rank 0's class and options, and the names and scalars of all ranks."""
     groups = [
         {**of_ranks[0], NAMES: sorted(set().union(*(group[NAMES] for group in of_ranks)))}
         for of_ranks in zip(*(rank["groups"] for rank in everyone), strict=True)
@@ -188,7 +188,7 @@ def read_whole(reader: Reader, name: str, split: Split | None, span: Span | None
 
 
 def _rows_of(name: str, values: torch.Tensor, rows: OwnRows, path: str) -> Iterator[TensorPiece]:
-    """A state of some rows: their entries; or one that is the same on all ranks, from the rank with the first row."""
+    """A state of some rows: their entries; a state equal on all ranks comes from the rank with the first row."""
     if path in rows.states:
         shape = (rows.total, *values.shape[1:])
         yield TensorPiece(name, shape, _box_of(rows, tuple(values.shape)), values)
@@ -201,7 +201,7 @@ def _box_of(rows: OwnRows, shape: tuple[int, ...]) -> Box:
 
 
 def _of_state(split: Split | None, others: tuple[int, ...]) -> Split | None:
-    """The split of a state whose first dimension is the split one of its parameter; None of one that is whole here."""
+    """The split of a state along the first dimension, as of its parameter; None if it is whole on this rank."""
     if split is None or split.part_shape == split.shape:
         return None
     return replace(split, shape=(split.shape[0], *others))

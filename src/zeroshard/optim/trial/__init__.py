@@ -1,4 +1,4 @@
-"""Trial steps of a user's optimizer: whether it treats each element alone, and the states it makes.
+"""Trial steps of a user's optimizer: whether it is elementwise, and its states.
 
 Read `probe` over `dependence` and `data_flow`.
 """

@@ -1,12 +1,12 @@
-"""The data that reach each parameter in an optimizer's step, followed from operation to operation.
+"""Data flow of an optimizer's step: the parameters whose data reach each tensor.
 
-[Note: data flow] A trial by numbers shows only what these numbers reach: a norm over all parameters that is clipped
-above a threshold, say, changes nothing below it. So trial steps are also watched. Each memory of a tensor has an
-origin: the parameters whose values or gradients have come into it, and whether only the element at the same place has.
-A pointwise operation keeps places, all others (sums, norms, products of matrices, transpositions, operations that are
-not torch's) mix them. At the end of a step each parameter and its states must be of that parameter alone, and of equal
-places where the optimizer is to run on slices. What Python reads of values (`item`, `if tensor:`, numpy) leaves this
-view, so it counts as mixed, and `probe` disturbs one parameter to see whether others follow.
+[Note: data flow] A trial with numbers tests only these numbers: clipping by a norm over all parameters, say, changes
+nothing below its threshold. So trial steps are also watched. Each memory of a tensor has an origin: the parameters
+whose values or gradients flowed into it, and whether each element has only data of the same place. A pointwise
+operation keeps places, all others (sums, norms, products of matrices, transpositions, operations outside of torch) mix
+them. At the end of a step each parameter and its states must have data of that parameter alone, and of equal places if
+the optimizer is to run on slices. Values that Python reads (`item`, `if tensor:`, numpy) leave the flow, so they count
+as mixed, and `dependence` disturbs one parameter to test whether others change.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,14 +22,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 READS = frozenset(("_local_scalar_dense", "item", "is_nonzero", "equal", "allclose"))
-LEAVES = frozenset(  # torch's view, by which values are read and written without an operation
+LEAVES = frozenset(  # by which values are read and written without an operation
     ("numpy", "tolist", "__array__", "data_ptr", "untyped_storage", "storage", "_typed_storage", "__dlpack__")
 )
 SHAPES = frozenset(("shape", "ndim", "size", "dim", "numel", "nelement", "__len__", "stride", "nbytes", "T", "mT"))
 PLACED = frozenset(  # pointwise without torch's tag
     ("_to_copy", "copy_", "zero_", "fill_", "masked_fill_", "masked_fill", "where", "detach", "lift_fresh", "alias")
 )
-EVEN = frozenset(  # makers of tensors whose elements are all alike
+EVEN = frozenset(  # factories of tensors with equal elements
     f"{prefix}{name}{suffix}"
     for name in ("zeros", "ones", "full", "empty", "empty_strided", "scalar_tensor")
     for prefix in ("", "new_")
@@ -41,7 +41,7 @@ MIXING_LISTS = frozenset(("_foreach_norm", "_foreach_max", "_foreach_powsum"))
 
 @dataclass(frozen=True, slots=True)
 class DataOrigin:
-    """The parameters, by number, whose data are in a tensor; `mixed` unless each element has those of its place."""
+    """The parameters, by number, whose data are in a tensor; `mixed` unless each element has data of its place only."""
 
     parameters: frozenset[int] = frozenset()
     mixed: bool = False
@@ -54,13 +54,13 @@ class DataFlow(TorchDispatchMode):
     """Follows data through the operations inside ([Note: data flow]).
 
     Attributes:
-        read: parameters of whose data Python has read something.
-        together: whether it read something of several parameters at once.
+        read: parameters with data that Python has read.
+        together: whether one read had data of several parameters.
         random: whether an operation drew random numbers.
-        shapes: whether Python asked for the shape of a tensor.
-        used: parameters whose data went into any operation, or were read.
+        shapes: whether Python read the shape of a tensor.
+        used: parameters with data in any operation or read.
         written: the memories that operations have changed.
-        program: the operations in their order, with their numbers, if they are kept.
+        program: the operations in order, with their numbers, if they are kept.
     """
 
     def __init__(self, keep: bool = False) -> None:
@@ -71,8 +71,8 @@ class DataFlow(TorchDispatchMode):
         self.together = self.random = self.shapes = False
         self.program: list[Any] | None = [] if keep else None
         self._origins: dict[int, DataOrigin] = {}
-        self._packed: dict[int, list[DataOrigin]] = {}  # of each element of what was put together of several tensors
-        self._alive: list[torch.UntypedStorage] = []  # or another memory would get the place of one that is known
+        self._packed: dict[int, list[DataOrigin]] = {}  # of each element of a stack or concatenation
+        self._alive: list[torch.UntypedStorage] = []  # so that no other memory gets a known address
         self._calls = _Calls(self)
 
     def __enter__(self) -> "DataFlow":
@@ -85,7 +85,7 @@ class DataFlow(TorchDispatchMode):
         self._calls.__exit__(*error)  # type: ignore[no-untyped-call]
 
     def give(self, tensor: Tensor, number: int) -> None:
-        """Let a tensor be data of a parameter."""
+        """Mark a tensor as data of a parameter."""
         self._set(tensor, DataOrigin(frozenset((number,))))
 
     def origin(self, tensor: Tensor) -> DataOrigin:
@@ -93,7 +93,7 @@ class DataFlow(TorchDispatchMode):
         return _joined(self._each(tensor)) if memory_of(tensor) in self._packed else self._origin(tensor)
 
     def left(self, tensors: Iterable[Tensor]) -> None:
-        """Python has read these otherwise than by an operation."""
+        """Note a read by Python outside of operations."""
         self._note(self.origin(tensor) for tensor in tensors)
 
     def __torch_dispatch__(
@@ -139,7 +139,7 @@ class DataFlow(TorchDispatchMode):
                 self._set(tensor, NONE)
 
     def _follow_lists(self, name: str, given: Sequence[Any], written: Sequence[Any], result: Any) -> None:
-        """Operations on the tensors of lists, one after the other."""
+        """Follow an operation on lists of tensors, one tensor after the other."""
         lists = [each for each in given if isinstance(each, (list, tuple)) and _tensors(each)]
         alone = [each for each in given if isinstance(each, Tensor)]
         results = result if isinstance(result, (list, tuple)) else ()
@@ -149,7 +149,7 @@ class DataFlow(TorchDispatchMode):
             self._flow(name not in MIXING_LISTS, _tensors(inputs) + alone, _tensors(outputs))
 
     def _flow(self, keeps: bool, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        """Data go from inputs to outputs, which keeps places or mixes them."""
+        """Set the outputs' origins from the inputs'; the operation keeps places or mixes them."""
         if keeps and any(memory_of(tensor) in self._packed for tensor in inputs) and self._flow_packed(inputs, outputs):
             return
         origins = [(tensor, self.origin(tensor)) for tensor in inputs]
@@ -167,7 +167,7 @@ class DataFlow(TorchDispatchMode):
             self._set(output, DataOrigin(found | (before.parameters if partly else frozenset()), mixed or partly))
 
     def _flow_packed(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
-        """As `_flow` for each element, where inputs and outputs have as many; whether they have."""
+        """As `_flow` for each element; False if inputs and outputs differ in their numbers of elements."""
         size = max(tensor.numel() for tensor in inputs)
         if any(tensor.numel() not in (1, size) for tensor in inputs) or any(t.numel() != size for t in outputs):
             return False
@@ -208,7 +208,7 @@ class DataFlow(TorchDispatchMode):
 
 
 class _Calls(TorchFunctionMode):
-    """Enters calls that are no operations into a data flow."""
+    """Enters calls outside of operations into a data flow."""
 
     def __init__(self, flow: DataFlow) -> None:
         super().__init__()
@@ -237,14 +237,14 @@ def _tensors(values: Any) -> list[Tensor]:
 
 @cache
 def _pointwise(func: OpOverload, name: str) -> bool:
-    """Whether an operation is pointwise, by torch's tag on it or, as some in place have none, on the other form."""
+    """Whether an operation is pointwise, by torch's tag on it or, as some in-place ones lack it, on another form."""
     other = getattr(torch.ops.aten, name.removesuffix("_"), None)
     every = [func, *(getattr(other, overload) for overload in (other.overloads() if other is not None else ()))]
     return name in PLACED or any(torch.Tag.pointwise in each.tags for each in every)
 
 
 def _masks(name: str, args: Sequence[Any]) -> bool:
-    """Whether an operation puts one number where a mask of the same shape is true (`p[p < 0] = 0`)."""
+    """Whether an operation writes one number by a mask of the same shape (`p[p < 0] = 0`)."""
     if "index_put" not in name or len(args) < 3 or len(args[1]) != 1:
         return False
     (mask,) = args[1]
@@ -252,7 +252,7 @@ def _masks(name: str, args: Sequence[Any]) -> bool:
 
 
 def memory_of(tensor: Tensor) -> int:
-    """A key of the memory of a tensor, as long as that lives."""
+    """A key of a tensor's memory, valid while it lives."""
     return int(tensor.untyped_storage()._cdata)
 
 

@@ -1,7 +1,7 @@
-"""The dependences of each parameter's update, by the flow of data in trial steps ([Note: data flow]).
+"""The dependences of each parameter's update, by the data flow in trial steps ([Note: data flow]).
 
-Torch's own optimizers are known; those of others are watched. What the flow does not show is disturbed instead: where
-Python reads values of a parameter, that one gets gradients and values of every magnitude, and no other may change.
+Torch's optimizers are known; others are watched. If Python reads values of a parameter, which the flow does not show,
+that parameter gets gradients and values of every magnitude, and no other may change.
 """
 
 import math
@@ -18,22 +18,22 @@ from zeroshard.optim.trial.data_flow import DataFlow, memory_of
 from zeroshard.optim.trial.probe_optimizers import attributes_of, probe_of, probe_over_groups
 
 SIDES = (7, 5, 3, 2, 2)  # of trial tensors
-FACTORS = (0.0, 1e-25, 1e25, math.nan)  # on the gradients of a parameter that is disturbed
+FACTORS = (0.0, 1e-25, 1e25, math.nan)  # on the gradients of the disturbed parameter
 COUNTS = (10, 1000)  # steps to which counts are set, as rules may change with them
 GROUPS = 64  # that are watched
-GRADIENT = -1  # in the place of a parameter's number, for gradients
+GRADIENT = -1  # in place of a parameter's number, for gradients
 
 Options = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Dependence:
-    """How the update of a parameter depends on other data than its element's, in words; None where it does not.
+    """Dependences of a parameter's update on data beyond its element, as text; None without.
 
     Attributes:
-        on_elements: on other elements of the parameter, or on what cannot be seen.
+        on_elements: on other elements of the parameter, or on values that Python reads.
         on_parameters: on other parameters.
-        shapes: whether the step asks for shapes.
+        shapes: whether the step reads shapes.
     """
 
     on_elements: str | None = None
@@ -42,7 +42,7 @@ class Dependence:
 
 
 def is_known(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer is one of torch's or of this package, which never mix parameters."""
+    """Whether an optimizer is torch's or this package's, which never mix parameters."""
     return type(optimizer).__module__.startswith(("torch.optim.", "zeroshard.optim."))
 
 
@@ -50,7 +50,7 @@ def dependence_of(optimizer: torch.optim.Optimizer) -> Dependence:
     """Watch trial steps of an optimizer over two parameters of each group.
 
     Raises:
-        OptimizerError: it draws random numbers, or goes by what slices do not have: names, attributes of parameters.
+        OptimizerError: it draws random numbers, or reads names or attributes of parameters, which slices lack.
             Other errors are the optimizer's.
     """
     if is_known(optimizer):
@@ -60,7 +60,7 @@ def dependence_of(optimizer: torch.optim.Optimizer) -> Dependence:
     found = _watched(trial)
     _refuse_names(optimizer, trial)
     if found.on_parameters and not _watched(_Trial(optimizer, members, alike=False)).on_parameters:
-        # those of one shape are stacked, where operations on a stack may treat each alone
+        # parameters of one shape are stacked, and operations on a stack may treat each alone
         found = replace(found, on_elements=found.on_parameters, on_parameters=_disturbed(optimizer, members))
     elif trial.read and not found.on_parameters:
         found = replace(found, on_parameters=_disturbed(optimizer, members))
@@ -68,7 +68,7 @@ def dependence_of(optimizer: torch.optim.Optimizer) -> Dependence:
 
 
 def _watched(trial: "_Trial") -> Dependence:
-    """Take the steps of a trial and follow its data."""
+    """Take the steps of a trial, and return its dependences."""
     flow = DataFlow()
     trial.take(flow)
     if flow.random:
@@ -80,7 +80,7 @@ def _watched(trial: "_Trial") -> Dependence:
 
 
 def _judged(trial: "_Trial", flow: DataFlow) -> Dependence:
-    """The dependences that a trial has shown."""
+    """The dependences that a trial's data flow shows."""
     trial.read = bool(flow.read)
     on_elements = "Python reads values of the parameter" if flow.read else None
     on_parameters = "Python reads numbers that come from several parameters" if flow.together else None
@@ -105,7 +105,7 @@ class MethodCall:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def of(self, optimizer: torch.optim.Optimizer) -> Any:
-        """MethodCall the method of the object's class."""
+        """Call the method of the object's class."""
         return getattr(type(optimizer), self.method)(optimizer, *self.args, **self.kwargs)
 
 
@@ -115,7 +115,7 @@ class Effect:
 
     Attributes:
         writes: whether it changes parameters or states.
-        refused: why it cannot run over slices, in words; None if it can.
+        refused: why it cannot run over slices, as text; None if it can.
     """
 
     writes: bool = False
@@ -123,7 +123,7 @@ class Effect:
 
 
 def effect_of(optimizer: torch.optim.Optimizer, call: MethodCall, before: Iterable[MethodCall], whole: bool) -> Effect:
-    """Watch a call of a method of an optimizer as it is now, over small parameters after two steps.
+    """Watch a call of a method with the optimizer's present options, over small parameters after two steps.
 
     Args:
         before: calls that may have made states.
@@ -181,7 +181,7 @@ def _program(optimizer: torch.optim.Optimizer, group: Options, values: Tensor) -
 
 
 class _Named(nn.Parameter):
-    """A parameter that notes attributes which were asked for and are not there."""
+    """A parameter that records reads of missing attributes."""
 
     asked: set[str]
 
@@ -191,7 +191,7 @@ class _Named(nn.Parameter):
 
 
 class _Names(list[str]):
-    """Names of parameters that note whether they are read."""
+    """Names of parameters that record reads."""
 
     read = False
 
@@ -205,14 +205,14 @@ class _Names(list[str]):
 
 
 class _Trial:
-    """A probe over small parameters, with the steps that are taken.
+    """A probe over small parameters, and its trial steps.
 
     Attributes:
         parameters: of all groups.
-        asked: attributes of parameters that are not there.
-        names: those of each group.
+        asked: missing attributes of parameters that were read.
+        names: names of each group's parameters.
         read: whether Python has read values of parameters.
-        name: of the optimizer.
+        name: of the optimizer's class.
     """
 
     def __init__(
@@ -251,7 +251,7 @@ class _Trial:
 
     @property
     def memories(self) -> set[int]:
-        """Of all parameters and their states."""
+        """The memories of all parameters and their states."""
         return {memory_of(tensor) for parameter in self.parameters for _, tensor in self.kept(parameter)}
 
     def kept(self, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -306,7 +306,7 @@ class _Trial:
             self.probe.step()
 
     def _counts(self) -> dict[tuple[int, Any], float]:
-        """Numbers of the probe, its groups and states by the table that they are in."""
+        """The numbers of the probe, its groups and states, by table and key."""
         return {
             (place, key): float(value)
             for place, table in enumerate(self._tables())
@@ -315,7 +315,7 @@ class _Trial:
         }
 
     def _set_counts(self, count: int) -> None:
-        """Set numbers that grew by one in the last step to a count of so many steps."""
+        """Set the numbers that grew by one in the last step to `count`."""
         tables, before = self._tables(), self._before
         for (place, key), value in self._counts().items():
             if before.get((place, key), value) == value - 1:
@@ -334,13 +334,13 @@ def _is_table(value: Any) -> bool:
 
 
 def _members(optimizer: torch.optim.Optimizer) -> list[tuple[Options, int]]:
-    """The options of each group and its number of trial parameters: enough to see one depend on another."""
+    """The options of each group, and its number of trial parameters: at least two in all to show dependences."""
     groups = optimizer.param_groups[:GROUPS]
     return [({k: v for k, v in g.items() if k != "params"}, 2 if len(groups) <= 2 else 1) for g in groups]
 
 
 def _disturbed(optimizer: torch.optim.Optimizer, members: Sequence[tuple[Options, int]]) -> str | None:
-    """Whether a parameter with other gradients and values changes the others, in words."""
+    """The change of other parameters by one with other gradients and values, as text; None if there is none."""
     usual = _Trial(optimizer, members)
     usual.take(None)
     for disturbed in {0, len(usual.parameters) - 1}:
@@ -360,7 +360,7 @@ def _disturbed(optimizer: torch.optim.Optimizer, members: Sequence[tuple[Options
 
 
 def _refuse_names(optimizer: torch.optim.Optimizer, trial: _Trial) -> None:
-    """Refuse an optimizer that reads attributes of parameters that slices do not have."""
+    """Refuse an optimizer that reads names or attributes of parameters, which slices lack."""
     name, parameters = type(optimizer).__name__, [p for group in optimizer.param_groups for p in group["params"]]
     for key in trial.probe.state:
         if not isinstance(key, Tensor):
@@ -384,7 +384,7 @@ def _refuse_names(optimizer: torch.optim.Optimizer, trial: _Trial) -> None:
 
 
 def _names_any(value: Any, known: set[int], depth: int = 4) -> bool:
-    """Whether a structure of the user's has a parameter in it, or the id of one."""
+    """Whether a structure contains a parameter of the model, or the id of one."""
     if isinstance(value, Tensor) or type(value) is int:
         return id(value) in known or (type(value) is int and value in known)
     if depth == 0 or not isinstance(value, (dict, list, tuple, set, frozenset)):

@@ -1,7 +1,7 @@
 """Trial steps that show whether an optimizer is elementwise, and which states it keeps.
 
 An update on slices is exact if a tensor cut into flat pieces, stepped one after the other, gets the same values; and if
-no data of other elements reach an element by any operation, which `dependence` watches, for whatever values.
+no operation brings data of other elements to an element, which `dependence` watches, for all values.
 """
 
 import inspect
@@ -28,7 +28,7 @@ STEPS = 3
 def layout_of(optimizer: torch.optim.Optimizer) -> StateLayout:
     """The states of an optimizer, and whether it needs whole tensors.
 
-    The trial steps have values in a rehearsal too, where other tensors have none.
+    The trial steps have values even in a rehearsal.
 
     Raises:
         OptimizerError: it needs a closure (LBFGS), does not run, or its parameters depend on each other.
@@ -38,7 +38,7 @@ def layout_of(optimizer: torch.optim.Optimizer) -> StateLayout:
 
 
 def _own_numbers() -> AbstractContextManager[Any]:
-    """Let trial steps draw random numbers, if they do, that are not the user's."""
+    """Keep the user's random numbers unchanged by trial steps."""
     return torch.random.fork_rng(devices=[])
 
 
@@ -59,7 +59,7 @@ def _layout_of(optimizer: torch.optim.Optimizer) -> StateLayout:
 
 
 def _check_tensors_alone(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
-    """Compare steps on two tensors together with steps on one after the other, as the engine takes them.
+    """Compare steps on two tensors at once with steps on one after the other, as in the engine.
 
     Returns:
         As `StateLayout.rebinds`.
@@ -89,7 +89,7 @@ def _check_tensors_alone(optimizer: torch.optim.Optimizer, group: dict[str, Any]
 
 
 def _way_out(optimizer: torch.optim.Optimizer, error: Exception) -> str:
-    """The way out for an optimizer whose trial step has failed."""
+    """The advice for an optimizer whose trial step has failed."""
     said = f"{error}".lower()
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if "closure" in said or (closure is not None and closure.default is closure.empty):

@@ -1,7 +1,7 @@
-"""Copies of the user's optimizer over scratch tensors, on which trial steps are taken, and the states that they make.
+"""Copies of the user's optimizer over scratch tensors, for trial steps, and the sizes of their states.
 
-The constructor gets its settings from the optimizer's defaults and from a group. Attributes beside them (`self.rule`)
-are copied from the optimizer; a constructor with arguments that are found in neither is not called.
+The constructor gets its settings from the optimizer's defaults and from a group. Other attributes (`self.rule`) are
+copied from the optimizer; a constructor with arguments in neither is not called.
 """
 
 import copy
@@ -32,13 +32,13 @@ def probe_of(
     tensors: list[torch.Tensor],
     over: Mapping[str, Any] | None = None,
 ) -> torch.optim.Optimizer:
-    """One with the settings of `optimizer`, and a group of some tensors with the options of `group`.
+    """A copy with the settings of `optimizer`, and a group of some tensors with the options of `group`.
 
     Args:
-        over: what the constructor gets in the place of the defaults, whose ranges it checks.
+        over: replacements of the defaults for the constructor, which checks their ranges.
 
     Raises:
-        OptimizerError: the constructor needs what the optimizer does not show, and makes states. Other errors are its.
+        OptimizerError: the constructor has unknown arguments and makes states. Other errors are the constructor's.
     """
     return probe_over_groups(optimizer, [(group, tensors)], over)
 
@@ -48,7 +48,7 @@ def probe_over_groups(
     members: Sequence[tuple[Mapping[str, Any], list[torch.Tensor]]],
     over: Mapping[str, Any] | None = None,
 ) -> torch.optim.Optimizer:
-    """As `probe_of`, with several groups; in training mode, where the optimizer has modes (2405.15682).
+    """As `probe_of`, with several groups; in training mode, if the optimizer has modes (2405.15682).
 
     Args:
         members: the options and the tensors of each group.
@@ -95,20 +95,20 @@ def _training(probe: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def attributes_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
-    """The user's attributes of the object; one in the place of a method (a scheduler wraps some) is none of these."""
+    """The user's attributes of the object, except replaced methods (a scheduler wraps some)."""
     kind = type(optimizer)
     yield from ((k, value) for k, value in vars(optimizer).items() if k not in TORCHS and not hasattr(kind, k))
 
 
 def _is_setting(value: Any) -> bool:
-    """Whether a value is one of a setting; methods of the optimizer are bound to it, and tensors may be states."""
+    """Whether a value is a setting; not bound methods of the optimizer, nor tensors, which may be states."""
     return all(
         isinstance(leaf, PLAIN) or (callable(leaf) and not isinstance(leaf, MethodType)) for leaf in tree_leaves(value)
     )
 
 
 def _has_value(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has values, which those of a rehearsal do not."""
+    """Whether a tensor has values; not in a rehearsal."""
     return type(tensor.detach()) is torch.Tensor
 
 
@@ -123,10 +123,10 @@ class StateLayout:
     """Bytes of optimizer state: per fp32 element, and in scalars (a step count) per tensor.
 
     Attributes:
-        bytes_per_element: of one that treats each element alone; else the mean over its parameters.
+        bytes_per_element: of an elementwise optimizer; else the mean over its parameters.
         scalar_bytes: of one tensor.
         whole: the reason why it needs whole tensors; None if it does not.
-        rebinds: whether a step leaves other tensors than it was given: as the values, or gradients among its states.
+        rebinds: whether a step rebinds the parameters' data, or keeps gradients among its states.
     """
 
     bytes_per_element: int | Fraction
@@ -140,7 +140,7 @@ def state_nbytes(
 ) -> int:
     """Bytes of the states with dimensions that an optimizer makes for a parameter of a shape, computed without values.
 
-    An optimizer that reads values runs on a small tensor instead, whose states tell how theirs grow with its sides.
+    An optimizer that reads values runs on a small tensor instead; the sizes of its states are scaled by its sides.
     """
     with _disable_current_modes():
         return _state_nbytes(optimizer, group, shape, dtype)
@@ -151,7 +151,7 @@ def _state_nbytes(
 ) -> int:
     try:
         return tensor_bytes(_stepped(optimizer, group, torch.empty(shape, dtype=dtype, device="meta")))
-    except Exception:  # it reads values, which a tensor without any refuses in many ways
+    except Exception:  # it reads values, which meta tensors refuse with several errors
         sides = dict(zip(SIDES, shape, strict=False))
         small = torch.ones(tuple(sides), dtype=dtype)
         try:
@@ -166,10 +166,10 @@ def _state_nbytes(
 
 
 class StateSizes:
-    """Bytes of the states of whole parameters, found once for each shape.
+    """Bytes of the states of whole parameters, computed once for each shape.
 
     Attributes:
-        templates: the options of each parameter group, as they were at first.
+        templates: the initial options of each parameter group.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -178,11 +178,11 @@ class StateSizes:
         self._known: dict[tuple[int, torch.Size, torch.dtype], int] = {}
 
     def of(self, group: int, tensor: torch.Tensor) -> int:
-        """Those of a parameter in a group; of fewer than 32 bits, those of its fp32 master weights."""
+        """Bytes for a parameter in a group; for fewer than 32 bits, for its fp32 master weights."""
         return self.of_shape(group, tensor.shape, tensor.dtype)
 
     def of_shape(self, group: int, shape: torch.Size, dtype: torch.dtype) -> int:
-        """Those of a parameter of this shape."""
+        """Bytes for a parameter of this shape."""
         dtype = torch.promote_types(dtype, torch.float32)
         key = (group, shape, dtype)
         if key not in self._known:
