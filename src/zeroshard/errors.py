@@ -41,7 +41,7 @@ class BudgetExceeded(ZeroshardError, MemoryError):
 
     Attributes:
         found: the message without the way out.
-        shared: whether the other ranks raise it too, or have been told.
+        shared: whether the other ranks raise it too, or were notified.
     """
 
     shared = False
@@ -56,7 +56,7 @@ class CommError(ZeroshardError, RuntimeError):
 
 
 class BudgetExceededElsewhere(BudgetExceeded, CommError):
-    """Another rank is over its budget, which ends what this one waits for."""
+    """Another rank is over its budget, so this rank's collective cannot complete."""
 
     shared = True
 
@@ -86,7 +86,7 @@ class OffloadError(ZeroshardError, RuntimeError):
 
 
 class DivergenceError(ZeroshardError, RuntimeError):
-    """Replicas of the same weights that have come to differ."""
+    """Replicas of the same weights that differ."""
 
 
 class Stopped(ZeroshardError, RuntimeError):

@@ -70,7 +70,7 @@ RENAMED = {  # settings by their names of earlier versions, in stored plans and 
     },
 }
 SHORT_FORMS = {"recompute": "activations.recompute"}  # settings by the names of fields of the plan that say the same
-RENAMED_VALUES: dict[str, dict[Any, Any]] = {  # of settings of earlier versions, by their names then
+RENAMED_VALUES: dict[str, dict[Any, Any]] = {  # by setting: values of earlier versions
     "recompute": {"auto": "schedule", "chunk": "blocks"},
 }
 
@@ -335,7 +335,7 @@ class Plan:
 
     @property
     def adds_up_locally(self) -> bool:
-        """Whether the gradients of several microbatches meet on a rank before they are reduced."""
+        """Whether a rank sums the gradients of several microbatches before they are reduced."""
         return self.pipeline.adds_up_locally(self.microbatches_per_update, self.reduces_each_microbatch)
 
     @property
@@ -349,7 +349,7 @@ class Plan:
         """The lists of actions of `ranks` ranks.
 
         Args:
-            together: how many work on the same data; by default those that split layers.
+            together: ranks on the same data; by default those that split layers.
 
         Raises:
             PlanError: the ranks do not divide among the stages, or the schedule cannot run.
@@ -379,10 +379,10 @@ class Plan:
         return shown(self)
 
     def _take_short_forms(self) -> None:
-        """Let groups have what fields that are short forms say.
+        """Move the values of short forms into their groups.
 
         Raises:
-            PlanError: the group says something else.
+            PlanError: the group has another value.
         """
         for name, setting in SHORT_FORMS.items():
             value, (group, _, inner) = getattr(self, name), setting.partition(".")
@@ -425,7 +425,7 @@ class Plan:
 def upgraded(stored: Mapping[str, Any]) -> dict[str, Any]:
     """A stored plan with all groups as tables, and settings of earlier versions under their current names."""
     settings: dict[str, Any] = {}
-    # As versions before there were `activations` stored all settings; "auto" has another meaning since.
+    # Versions without `activations` stored all settings; "auto" has another meaning since.
     before = "timeout" in stored and not any(name.partition(".")[0] == "activations" for name in stored)
     for name, given in stored.items():
         value = RENAMED_VALUES.get(name, {}).get(given, given) if before and isinstance(given, str) else given
@@ -448,5 +448,5 @@ def option_of(setting: str) -> str:
 
 
 def renamed(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """A stored plan as it is, or upgraded where an earlier version has stored it."""
+    """A stored plan, upgraded if an earlier version stored it."""
     return upgraded(stored) if RENAMED.keys() & stored.keys() else dict(stored)

@@ -41,7 +41,7 @@ BETWEEN_TIERS = (
     *(Purpose.GRADIENTS_DOWN, Purpose.PARAMETERS_UP, Purpose.PARAMETERS_UP_TO_EVALUATE),
     *(Purpose.ACTIVATIONS_DOWN, Purpose.ACTIVATIONS_UP),
 )
-TO_EVALUATE = {  # what collectives inside of layers are for while a model is evaluated
+TO_EVALUATE = {  # purposes of collectives inside of layers in an evaluation
     Purpose.SUM_ACTIVATIONS: Purpose.SUM_TO_EVALUATE,
     Purpose.SUM_LOSSES: Purpose.SUM_TO_EVALUATE,
     Purpose.GATHER_ACTIVATIONS: Purpose.GATHER_TO_EVALUATE,

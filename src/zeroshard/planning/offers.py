@@ -5,19 +5,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-NEAR = 1.05  # times the shortest expected step: plans up to there are all looked at
+NEAR = 1.05  # times the shortest expected step: limit of the plans that are looked at
 
 
 class Looked(Protocol):
-    """The findings of a search about one plan."""
+    """A search's result for one plan."""
 
     @property
     def fits(self) -> bool:
-        """Whether there is room for it."""
+        """Whether the plan fits."""
 
     @property
     def seconds(self) -> float:
-        """Of one step."""
+        """Seconds of one step."""
 
 
 Seen = TypeVar("Seen", bound=Looked)
@@ -43,12 +43,12 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Divided:
-    """Ranks that work together on the same data.
+    """Ranks of a model-parallel group, which work on the same data.
 
     Attributes:
-        settings: fields of the plan that say so.
-        together: how many ranks do.
-        site: of the groups, each of which counts as one rank.
+        settings: fields of the plan that set it.
+        together: ranks per group.
+        site: the devices, each group counted as one rank.
     """
 
     settings: Mapping[str, Any]
@@ -58,7 +58,7 @@ class Divided:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Plans that cannot be on this site: their settings, and why, with the way out."""
+    """Settings that no plan on this site can have, the reason, and the way out."""
 
     settings: Mapping[str, Any]
     why: str
@@ -66,7 +66,7 @@ class Refused:
 
 
 class Fewest:
-    """Of plans that are the faster the fewer microbatches they have: the fewest that fit."""
+    """Search order where fewer microbatches are faster: the fewest that fit."""
 
     def near(self, fitting: Sequence[Seen]) -> Sequence[Seen]:
         """Of first estimates that fit, by their microbatches, the one that is expected to be found."""
@@ -96,7 +96,7 @@ class Fewest:
 
 
 class Fastest:
-    """Of plans that more microbatches make faster and smaller ones slower: the fastest."""
+    """Search order where more microbatches save idle time and small ones compute slower: the fastest."""
 
     def near(self, fitting: Sequence[Seen]) -> Sequence[Seen]:
         """Of first estimates that fit, those that are expected to be about as fast as the fastest."""
@@ -113,7 +113,7 @@ class Fastest:
         fitting = [one for one in found if one.fits]
         if fitting:
             return min(fitting, key=lambda one: one.seconds)
-        if likely and not found:  # refused for something else than its size
+        if likely and not found:  # refused for another reason than its size
             return None
         last: Seen | None = None
         for count in [m for m in counts if m > max(likely, default=0)] if likely else counts[-1:]:

@@ -1,6 +1,6 @@
 """Choices: the questions of the planner to each technique of a plan.
 
-A technique answers in `choice.py` of its folder; what it leaves unanswered is as if it were not there.
+Each technique's `choice.py` overrides some; the others keep the defaults of a technique not in use.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -34,7 +34,7 @@ class Mixtures:
 
     Attributes:
         experts: of the smallest mixture; 0 for a model without any.
-        share: of the trained or of the frozen parameters those of experts, whichever is more.
+        share: the experts' share of the trained or of the frozen parameters, the larger one.
     """
 
     experts: int = 0
@@ -73,10 +73,10 @@ class Remedy:
     """A change with which the states of a plan that is too large may fit.
 
     Attributes:
-        sentence: that tells it.
+        sentence: the change in words.
         settings: fields of the plan that change.
         ranks: on so many.
-        anew: of the plan that all have in common, and not of the one that is too large.
+        anew: from the common base plan, not from the one that is too large.
         certain: whether it helps in any case.
     """
 
@@ -89,7 +89,7 @@ class Remedy:
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """A time of a rank that its rehearsed step does not have: a label, and a sentence."""
+    """A time of a rank outside of its rehearsed step: a label, and a sentence."""
 
     label: str
     sentence: str
@@ -100,27 +100,27 @@ class Choice:
 
     @property
     def reach(self) -> tuple[float, ...]:
-        """How far it goes, to compare plans by."""
+        """Sort key of plans by memory saved: the ZeRO stage, ranks, or the share offloaded."""
         return ()
 
     @property
     def resort(self) -> str:
-        """Its name, if it is for plans that fit in no other way."""
+        """The name of a last resort; empty otherwise."""
         return ""
 
     @property
     def exhausted(self) -> bool:
-        """Whether it can leave no less on the device than it does."""
+        """True if this technique cannot free more device memory."""
         return False
 
     @property
     def alike(self) -> bool:
-        """Whether every further block of a model costs as much as the last."""
+        """Whether all further blocks of a model cost the same."""
         return True
 
     @property
     def beside_devices(self) -> bool:
-        """Whether host memory has to hold what lies on devices too, where both are one."""
+        """True if device tensors count as host memory too (CPU ranks)."""
         return False
 
     def describe(self, ranks: int | None) -> Description:
@@ -132,7 +132,7 @@ class Choice:
         return Description()
 
     def share(self, states: States, ranks: int) -> States:
-        """The states of one rank at least, of those of the whole model."""
+        """A lower bound of one rank's states, from the whole model's."""
         return states
 
     def least_bytes(self, states: States, ranks: int) -> int | None:
@@ -144,7 +144,7 @@ class Choice:
         yield from ()
 
     def row_owner(self, usual: str) -> str:
-        """The name of what takes rows of its own, such as "rank"; the `usual` one by default."""
+        """Name of the unit with rows of its own, such as "rank"; `usual` by default."""
         return usual
 
     def on_host(self, usual: str) -> str:
@@ -152,7 +152,7 @@ class Choice:
         return usual
 
     def budget(self, nbytes: int, usual: str) -> str:
-        """The way out for a plan that needs so many bytes of a device, where otherwise it is the `usual`."""
+        """The way out for a plan that needs so many bytes of a device; `usual` by default."""
         return usual
 
     def filled(self, split: Split) -> Mapping[str, Any]:
@@ -167,23 +167,23 @@ class Choice:
         """Fields that change for a rehearsal.
 
         Args:
-            settled: steps after which one must be like all that follow.
-            meaningless: whether tensors have values, which mean nothing.
+            settled: steps before the steady state.
+            meaningless: whether tensors have arbitrary values.
         """
         return {}
 
     def settled(self, pipeline: PipelineSchedule, usual: int) -> int:
-        """Steps before one that is like all that follow, where otherwise it is `usual`."""
+        """Steps before the steady state; `usual` by default."""
         return usual
 
     def notes(self, host_rate: str) -> tuple[str, ...]:
         """Notes for the reader of a prediction, a sentence each.
 
         Args:
-            host_rate: what host memory carries, in words.
+            host_rate: rate of host memory, in words.
         """
         return ()
 
     def left_out(self) -> tuple[LeftOut, ...]:
-        """Times that the memory of a rehearsed step does not show."""
+        """Times outside of the memory of a rehearsed step."""
         return ()

@@ -32,7 +32,7 @@ class Layers:
     bandwidth: float
 
     def split(self, chunks: int) -> tuple[str, ...]:
-        """The first layer of every chunk but the first, so that the slowest chunk or message is as fast as can be.
+        """The first layer of every chunk but the first, minimising the time of the slowest chunk or message.
 
         Raises:
             PlanError: fewer blocks than chunks.

@@ -1,6 +1,6 @@
 """First estimates of plans, before any of them is rehearsed; a search shows them first, and starts from them.
 
-Two rehearsals of one rank alone, with one row and with two, give the memory and time of a microbatch of any size; two
+Two rehearsals of a single rank, with one row and with two, give the memory and time of a microbatch of any size; two
 more for each number of ranks that split layers, alone too. Model states come from the formulas, traffic from the ZeRO
 paper's volumes, waits for other stages from (D - 1) of m microbatches (GPipe, 1811.06965, section 2.3). Refusals and
 final figures never come from here.

@@ -34,7 +34,7 @@ class MemoryPeak:
     """The peak of memory.
 
     Attributes:
-        nbytes: of all storages together.
+        nbytes: sum over all storages.
         snapshot: from `Tracker.note` at that moment.
     """
 
@@ -51,17 +51,17 @@ class Tracker(DispatchMode):
     """Counts storages and operations between entering and leaving it.
 
     Args:
-        listener: called with the cost of each operation that computes.
-        answers: whether to answer questions about values with yes and 1, for tensors without values.
+        listener: called with the cost of each computing operation.
+        answers: whether reads of values return True and 1, for tensors without values.
         rounds: granularity of storages, in bytes.
         results: remembers results of operations on tensors without values; by default every operation runs.
-        beside: gives the bytes that an operation holds at its peak beyond its results; 0 by default.
+        beside: returns an operation's workspace bytes at its peak; 0 by default.
 
     Attributes:
         current: bytes alive now.
         peaks: by phase, so far.
         phase: called for the name of the present phase.
-        off_device: tells whether a storage that is new to the tracker, of a tensor, is not on the device.
+        off_device: whether a tensor's new storage is outside of the device.
         note: called for a snapshot at each new peak.
     """
 
@@ -81,7 +81,7 @@ class Tracker(DispatchMode):
         self._results, self._beside = results, beside
         self._list: Callable[[], None] | None = None
         self._alive: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
-        self._shared: dict[int, int] = {}  # ranks that have a storage in common; 0 for one that is not on the device
+        self._shared: dict[int, int] = {}  # number of ranks that share a storage; 0 off the device
         self._looks, self._has_host_tensors = True, False
         self.current = 0
         self.peaks: dict[str, MemoryPeak] = {}
@@ -89,7 +89,7 @@ class Tracker(DispatchMode):
     def __torch_dispatch__(
         self, func: Packet, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run one operation and enter its results."""
+        """Run one operation and record its results."""
         if func is DEVICE:
             return device_of(args[0])
         if self._answers and func in ANSWERS:
@@ -114,7 +114,7 @@ class Tracker(DispatchMode):
         return result
 
     def see(self, tensor: torch.Tensor, on_host: bool = False) -> None:
-        """Enter a tensor's storage, if it is new or was resized; a new one may be on the host."""
+        """Record a tensor's storage if it is new or was resized; a new one may be on the host."""
         if tensor.layout is not torch.strided or device_of(tensor).type == "meta":
             return
         storage = tensor.untyped_storage()
@@ -133,7 +133,7 @@ class Tracker(DispatchMode):
         self._add(nbytes)
 
     def share(self, tensor: torch.Tensor, ranks: int) -> None:
-        """Count one rank's part of a storage that `ranks` ranks have in common."""
+        """Count one rank's fraction of a storage that `ranks` ranks share."""
         key = tensor.untyped_storage()._cdata
         self._shared[key] = ranks
         self.see(tensor)
@@ -151,7 +151,7 @@ class Tracker(DispatchMode):
 
     @contextmanager
     def listing(self, call: Callable[[], None]) -> Iterator[None]:
-        """Have `call` called after every change."""
+        """Call `call` after every change, inside."""
         self._list = call
         try:
             yield
@@ -164,12 +164,12 @@ class Tracker(DispatchMode):
         return max(self.peaks.values(), key=lambda peak: peak.nbytes, default=MemoryPeak())
 
     def start_again(self) -> None:
-        """Let all peaks start from the present memory."""
+        """Reset all peaks to the present memory."""
         self.peaks = {self.phase(): MemoryPeak(self.current, self.note())}
 
     @contextmanager
     def resizing(self) -> Iterator[None]:
-        """Also enter changes outside of operations: storages that are resized, and states of random numbers."""
+        """Also record changes outside of operations: resized storages, and states of random numbers."""
         original, state_of = torch.UntypedStorage.resize_, torch.get_rng_state
 
         def resize(storage: torch.UntypedStorage, nbytes: int) -> Any:

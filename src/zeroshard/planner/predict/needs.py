@@ -19,16 +19,16 @@ class Needs:
         memory: bytes by category at the peak.
         wire: bytes by purpose.
         spent: seconds by cause.
-        snapshot_nbytes: bytes of its part of a checkpoint.
+        snapshot_nbytes: bytes of its shard of a checkpoint.
         host: bytes by category that it keeps in host memory.
         disk_nbytes: bytes that it keeps on a disk.
-        last: the rehearsal closest to the plan.
+        last: the rehearsal nearest to the plan.
         exact: whether `last` was of the plan itself, with all blocks and microbatches.
         costs: of a pipeline's stage, seconds by kind of action and chunk, such as "forward/3".
         actions: seconds of all rehearsed actions.
         waits: seconds of rehearsed forwards and backwards that are waits for transfers.
         each_waits: those of one microbatch.
-        host_mean: bytes that a rank keeps in host memory, the mean over all with slices of the same; None if alike.
+        host_mean: mean bytes in host memory over the ranks of a slice group; None if equal on all.
     """
 
     rank: int
@@ -48,7 +48,7 @@ class Needs:
 
     @property
     def on_host(self) -> int:
-        """Bytes in host memory: what is offloaded, and a copy of the states as a checkpoint holds it."""
+        """Bytes in host memory: offloaded tensors, and the checkpoint's copy of the states."""
         return self.snapshot_nbytes + sum(self.host.values()) if self.host_mean is None else self.host_mean
 
 
@@ -99,7 +99,7 @@ def needs_from(numbers: Mapping[str, float], last: Rehearsed, exact: bool) -> Ne
 
 
 def numbers_of(one: Rehearsed, more: int) -> dict[str, float]:
-    """All numbers of a rehearsal with `more` further microbatches, in one mapping, to be deepened together."""
+    """All numbers of a rehearsal with `more` further microbatches, in one mapping to extrapolate."""
     each = one.each
     numbers = memory_numbers(one, one.plan.microbatches + more)
     for purpose, (_, nbytes, _) in one.wire.items():
@@ -114,7 +114,7 @@ def numbers_of(one: Rehearsed, more: int) -> dict[str, float]:
 
 
 def memory_numbers(one: Rehearsed, microbatches: int) -> dict[str, float]:
-    """Bytes by phase and category, with the batch of so many microbatches instead of the rehearsed one."""
+    """Bytes by phase and category, with a batch of so many microbatches."""
     numbers = {f"memory/{p}/{name}": float(n) for p, memory in one.phases.items() for name, n in memory.items()}
     further = one.sizes[1] / one.plan.microbatches * (microbatches - one.plan.microbatches)
     for phase in one.phases:
@@ -139,20 +139,20 @@ def _whole(numbers: Mapping[str, float]) -> dict[str, int]:
     return {name: round(value) for name, value in numbers.items()}
 
 
-FEW_RANKS = 3  # up to which all are rehearsed; of more, the two fullest and the next, which bounds all others
+FEW_RANKS = 3  # most ranks to rehearse: the two with the most bytes, and the next, which bounds all others
 
 
 def owner_ranks(task: TrainingTask, plan: Plan, first: int, slices: int) -> list[int]:
-    """The ranks to rehearse of those from `first` on that slice or split among themselves; of alike ones the first."""
+    """The ranks to rehearse in the group that begins at `first`; one of equal ranks."""
     if task.layout.whole is None:
         return [first]
-    split = plan.tensor.ranks  # among which each matrix has an owner too
+    split = plan.tensor.ranks  # each matrix has an owner among them too
     chosen = range(min(choices_of(plan).slicing.updated_by(slices), FEW_RANKS))
     return [first + number * split + place for number in chosen for place in range(min(split, FEW_RANKS))]
 
 
 def fullest_of(needs: Sequence[Needs], ranks: int) -> Needs:
-    """The numbers of the fullest of some ranks that `owner_ranks` gives, with the time of the slowest.
+    """The numbers of the rank with the most bytes, with the time of the slowest.
 
     Args:
         ranks: of one stage and one slice group, over which bytes in host memory are averaged.

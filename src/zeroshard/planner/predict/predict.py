@@ -1,4 +1,4 @@
-"""A prediction: memory and time of a step under one plan, put together from rehearsals of its ranks."""
+"""A prediction: memory and time of a step under one plan, from rehearsals of its ranks."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -39,7 +39,7 @@ def predict(task: TrainingTask, plan: Plan, machines: Machines, rows: int, deep:
 def put_together(
     needs: Sequence[Needs], task: TrainingTask, plan: Plan, machines: Machines, rows: int, timed: bool = False
 ) -> Prediction:
-    """The prediction from the numbers of rehearsed ranks: of one, or of one in each of some stages."""
+    """The prediction from the numbers of one rank, or of one rank for each rehearsed stage."""
     ranks, choices = machines.count, choices_of(plan)
     data_ranks = data_ranks_of(plan, ranks)
     times = way_of(plan).times(needs, plan, machines)
@@ -74,7 +74,7 @@ def put_together(
 
 
 def _host_capacity(fullest: Needs, beside: bool, machines: Machines) -> int | None:
-    """Bytes of one node's host memory; with `beside`, less those of the devices, which on CPUs lie in it."""
+    """Bytes of one node's host memory; with `beside`, less the bytes of CPU devices, which lie in it."""
     if machines.host_memory is None or machines.device.kind != "cpu" or not beside:
         return machines.host_memory
     return max(0, machines.host_memory - sum(fullest.memory.values()) * min(machines.per_node, machines.count))
@@ -90,7 +90,7 @@ class Way(Protocol):
 
     @property
     def work(self) -> float:
-        """Duration of a rehearsal, relative to that of a plan without stages."""
+        """Duration of a rehearsal relative to a plan without stages."""
 
     def whole(self, plan: Plan, blocks: int) -> int:
         """The size of a rehearsal of every block and stage, for a model with so many blocks."""
@@ -98,11 +98,11 @@ class Way(Protocol):
     def needs(
         self, task: TrainingTask, plan: Plan, machines: Machines, rows: int, stacks: Sequence[Stack] | None
     ) -> list[Needs]:
-        """The numbers of ranks, of which one is the fullest.
+        """The numbers of the rehearsed ranks, the one with the most bytes among them.
 
         Args:
             rows: of one data rank in one step.
-            stacks: the repeated blocks of the model, of which few are rehearsed; None rehearses all.
+            stacks: the model's repeated blocks, to rehearse few of them; None rehearses all.
         """
 
     def timed(self, task: TrainingTask, plan: Plan, machines: Machines, rows: int) -> list[Needs]:

@@ -1,4 +1,4 @@
-"""One rank of a run, rehearsed: the real engine takes real steps, on tensors without values and without other ranks.
+"""Rehearsal of one rank: the real engine takes real steps, on tensors without values and without other ranks.
 
 This module has no model of ZeRO or of a pipeline. The ledger, comm and the schedule have the numbers that they would
 have in the run, and the tracker sees torch's other allocations.
@@ -43,8 +43,8 @@ from zeroshard.traffic import DISK, UPDATE
 from zeroshard.units.hooks import tensors_in
 
 TIMED, MOST_TIMED, LEAST_SECONDS = 5, 25, 1.0  # steps that are timed, and for how long at least
-SETTLED = 1  # steps before those that are all alike: the first makes states
-EVENTS = 400  # moments of a step that are kept for its picture
+SETTLED = 1  # steps before the steady state: the first makes states
+EVENTS = 400  # most events of a step's memory picture
 HOST_LINK = (Purpose.GRADIENTS_DOWN, Purpose.PARAMETERS_UP, Purpose.ACTIVATIONS_DOWN, Purpose.ACTIVATIONS_UP)
 CAUSES: dict[str, str] = {**dict.fromkeys(HOST_LINK, "host link"), UPDATE: "host update", DISK: "disk"}
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -59,12 +59,12 @@ class TrainingTask:
         build: makes the model, best on the meta device.
         batch: makes a batch of a number of rows, as the engine takes it.
         optimizer: makes the optimizer from the model's parameters, or from the model if `whole_model`.
-        rows: of one step, all data ranks together.
+        rows: of one step, over all data ranks.
         sequence: tokens of one row.
         name: of the model, for people.
         whole_model: whether `optimizer` takes the model itself.
         loss: function of (output, batch), as `Engine` takes it.
-        host_optimizer: in the place of `optimizer` where the plan offloads its states; the same by default.
+        host_optimizer: replaces `optimizer` where the plan offloads its states; the same by default.
         values: whether the model must be run on tensors with values: without, transformers builds other masks.
     """
 
@@ -125,7 +125,7 @@ class Rehearsed:
             which is among the temporaries.
         each: cost of one more microbatch; None with fewer than three.
         host: bytes by category that are kept in host memory, in whole pages, after the last step.
-        disk_nbytes: bytes that are kept on the disk.
+        disk_nbytes: bytes on the disk.
         owners: what owners of whole parameters do and cost, in sentences; empty where slices are even.
         waits: seconds for which forwards and backwards among the spans waited for transfers; and those of one
             microbatch, as `schedule.spans.medians` has its actions.
@@ -168,7 +168,7 @@ def rehearse(
     machines: Machines | None = None,
     timed: bool = False,
 ) -> Rehearsed:
-    """Build the engine of one rank and let it take steps until they are all alike.
+    """Build the engine of one rank and take steps up to the steady state.
 
     Args:
         rows: of this rank's batch in one step.
@@ -191,7 +191,7 @@ def rehearse(
             shares=plan.transport != "network",
             values=values,
             measured=timed,
-            apart=timed & (not plan.pipelined),  # with stages they are part of the actions' times
+            apart=timed & (not plan.pipelined),  # with stages the actions' times include them
             clock=clock,
             wire_seconds=rates.wire,
             link_of=rates.link,
@@ -233,7 +233,7 @@ class _Run:
         self.engine.optimizer.register_step_post_hook(lambda *_: self._begin("compute"))
 
     def tracked(self) -> Rehearsed:
-        """Take steps until they are alike; returns the numbers of the last."""
+        """Take steps up to the steady state; returns the numbers of the last."""
         engine, tracker, clock = self.engine, self._tracker, self._clock
         phases = {"build": self._split_up(tracker.peak.nbytes)}
         tracker.note, tracker.phase = self._note, self._phase
@@ -292,7 +292,7 @@ class _Run:
         return replace(tracked, spent=spent, each=each, spans=spans)
 
     def _tick(self) -> None:
-        """Enter the CPU time since the last call, without the part that stands for other ranks' work."""
+        """Record the CPU time since the last call, without simulated work of other ranks."""
         now, aside = time.process_time(), self._clock.spent.pop("aside", 0.0)
         self._clock.spent[self._clock.cause] += now - self._last - aside
         self._last = now
@@ -306,7 +306,7 @@ class _Run:
         self._marks.append(Each(by_cause(self._clock.spent), wire))
 
     def _each(self) -> Each | None:
-        """The cost from the start of the second microbatch to that of the third: the first finds other buffers."""
+        """The cost from the second microbatch's start to the third's; the first uses other buffers."""
         if len(self._marks) < ALIKE:
             return None
         a, b = self._marks[ALIKE - 2], self._marks[ALIKE - 1]
@@ -315,7 +315,7 @@ class _Run:
 
     @property
     def _warm_up(self) -> int:
-        """Number of steps before those that are all alike."""
+        """Number of steps before the steady state."""
         settled = SETTLED
         for choice in self._choices:
             settled = choice.settled(self._pipeline, settled)
@@ -323,7 +323,7 @@ class _Run:
 
     @property
     def _pipeline(self) -> PipelineSchedule:
-        """The actions of all ranks, alike for ranks of one stage."""
+        """The actions of all ranks, equal for ranks of one stage."""
         return self.engine.pipeline or schedule_of(self._plan, self._mesh.ranks)
 
     def _phase(self) -> str:
@@ -339,7 +339,7 @@ class _Run:
         return self._split_up(self._tracker.current)
 
     def _split_up(self, nbytes: int) -> dict[str, int]:
-        """All bytes by category; those that the ledger does not know are temporaries."""
+        """All bytes by category; bytes outside of the ledger are temporaries."""
         known = self.engine.ledger.snapshot()
         return {**known, TEMPORARIES: nbytes - sum(known.values())}
 
@@ -361,7 +361,7 @@ class Rates:
         self._clock.spend(self._machines.device.op_seconds(flops, nbytes, NAMES.get(dtype, "fp32")))
 
     def compute(self, nbytes: int, operations: int) -> None:
-        """Advance the clock by the time of skipped operations that would move so many bytes in all."""
+        """Advance the clock by the time of skipped operations, from the bytes they would move."""
         if self._machines is not None:
             each = self._machines.device.op_seconds(0, nbytes / operations)
             self._clock.spend(each * operations)
@@ -394,7 +394,7 @@ class Rates:
 
 
 def by_cause(spent: Mapping[str, float]) -> dict[str, float]:
-    """Seconds by the planner's causes, which have copies between tiers as one."""
+    """Seconds by the planner's causes, which merge all copies between tiers."""
     found: dict[str, float] = {}
     for cause, seconds in spent.items():
         name = CAUSES.get(cause, str(cause))
@@ -415,7 +415,7 @@ def _waits_inside(waits: Sequence[tuple[float, float]], spans: Sequence[Span]) -
 
 
 def _nbytes(batch: Any) -> int:
-    """Bytes of the storages of a batch, each once."""
+    """Bytes of a batch's storages, each counted once."""
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors_in(batch)}
     return sum(storages.values())
 
@@ -426,7 +426,7 @@ def highest_of(phases: Mapping[str, Mapping[str, int]]) -> Mapping[str, int]:
 
 
 def message_bytes(wire: Mapping[str, tuple[int, int, int]], purposes: Iterable[Purpose]) -> int:
-    """Bytes of the largest message among those for some purposes, all of which are equally large for one purpose."""
+    """Bytes of the largest message among some purposes; messages of one purpose are equally large."""
     counts = [wire[str(purpose)] for purpose in purposes if str(purpose) in wire]
     return max((nbytes // calls for _, nbytes, calls in counts if calls), default=0)
 

@@ -13,7 +13,7 @@ Mode = Literal["fake", "shallow-real", "estimate"]
 TimeMode = Literal["roofline", "shallow-real", "estimate"]
 CAUSES = ("compute", "optimizer", "wire", "host link", "host update", "disk", "bubble")
 MARGIN = 0.03  # share of a device's memory that stays free
-TEMPORARIES = "temporaries"  # bytes of torch at the peak that the ledger does not know
+TEMPORARIES = "temporaries"  # bytes of torch at the peak outside of the ledger
 Span = tuple[Action, float, float]
 
 
@@ -25,9 +25,9 @@ class Prediction:
         batch: rows per data rank and step (a rank, or a replica of the whole pipeline).
         ranks: number of ranks.
         rank: the rank with the highest peak.
-        mode: how the memory was found: the engine on tensors without values, on real ones with few layers, or a first
+        mode: method of the memory: the engine on tensors without values, on real ones with few layers, or a first
             estimate.
-        time_mode: how the time was found: each operation by rates of the device, few layers really run, or a first
+        time_mode: method of the time: each operation by rates of the device, few layers really run, or a first
             estimate.
         memory: bytes by category at the peak; their sum is `peak_bytes`.
         capacity_bytes: bytes of the device for tensors.
@@ -79,7 +79,7 @@ class Prediction:
 
     @property
     def full(self) -> list[str]:
-        """The tiers, "host" and "device", that would have to hold more than they can."""
+        """The tiers, "host" and "device", whose capacity the plan exceeds."""
         host = math.inf if self.host_capacity_bytes is None else self.host_capacity_bytes
         rooms = {
             "host": (self.host_bytes, host),
@@ -89,7 +89,7 @@ class Prediction:
 
     @property
     def smallest_capacity_bytes(self) -> int:
-        """The smallest capacity of a device into which the plan fits, by its peak and the margin."""
+        """The least device capacity that fits the plan: its peak and the margin."""
         return int(self.peak_bytes / (1 - self.margin)) + 1
 
     @property
@@ -99,12 +99,12 @@ class Prediction:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second of all ranks together."""
+        """Tokens per second of all ranks."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
     @property
     def bound(self) -> str:
-        """The cause on which most of the step is spent."""
+        """The cause with the most seconds of the step."""
         return max(self.causes, key=lambda cause: self.causes[cause]) if self.causes else "compute"
 
     def as_dict(self) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def cut(model: nn.Module, depths: Mapping[str, int]) -> nn.Module:
 
 
 def probes(stacks: Sequence[Stack], few: int = FEW, step: int = 1) -> list[dict[str, int]]:
-    """The depths to rehearse: few blocks everywhere, and for each stack `step` blocks more in it alone."""
+    """The depths to rehearse: few blocks everywhere, then `step` more in each single stack."""
     base = {stack.path: few for stack in stacks}
     return [base, *({**base, stack.path: few + step} for stack in stacks)]
 

@@ -1,4 +1,4 @@
-"""Plans without stages: all ranks are alike, and one is rehearsed, with few blocks and few microbatches."""
+"""Plans without stages: one rank stands for all, rehearsed with few blocks and few microbatches."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,7 +26,7 @@ class Unstaged:
     def needs(
         self, task: TrainingTask, plan: Plan, machines: Machines, rows: int, stacks: Sequence[Stack] | None
     ) -> list[Needs]:
-        """The numbers of one rank, the fullest of several where whole parameters have owners."""
+        """The numbers of one rank; where whole parameters have owners, of the rank with the most bytes."""
         plan, m = on_machines(plan, machines), plan.microbatches
         few = m if stacks is None else min(m, ALIKE)
         less = replace(plan, microbatches=few)
@@ -62,7 +62,7 @@ class Unstaged:
 
 
 def _deeper(plan: Plan, stacks: Sequence[Stack], few: int) -> list[Stack]:
-    """The stacks of more than `few` blocks, if the numbers of all blocks follow from few."""
+    """The stacks of more than `few` blocks, if few blocks determine the numbers of all."""
     alike = all(choice.alike for choice in choices_of(plan))
     return [stack for stack in stacks if alike and stack.depth > few]
 

@@ -45,7 +45,7 @@ class Staged:
     work = 4.0  # two stages, each with more microbatches
 
     def whole(self, plan: Plan, blocks: int) -> int:
-        """A quarter of stages times blocks: for each stage all blocks are made."""
+        """A quarter of stages times blocks: each stage's rehearsal makes all blocks."""
         return plan.pipeline.stages * max(1, blocks // 4)
 
     def needs(
@@ -72,7 +72,7 @@ class Staged:
         return [needs_of(rehearse(task, plan, rank, machines.count, rows, machines, timed=True)) for rank in first]
 
     def times(self, needs: Sequence[Needs], plan: Plan, machines: Machines) -> Times:
-        """The time of all stages, simulated with their costs."""
+        """The time of all stages, simulated from their costs."""
         causes, spans = _times(needs, plan, machines)
         note = f"{len(needs)} of {plan.pipeline.stages} stages were rehearsed, the first and the last."
         return Times(causes, spans, (note,) * (len(needs) < plan.pipeline.stages))
@@ -85,7 +85,7 @@ class _Job:
     Attributes:
         depths: the path of the one stack, and the number of blocks in every chunk.
         stages: of the pipeline in which it is rehearsed ([Note: short pipelines]).
-        owner: the rank among those of the stage, if they are not alike.
+        owner: the rank within the stage, if its ranks differ.
     """
 
     task: TrainingTask
@@ -134,7 +134,7 @@ class _Job:
 
 
 def _depths(plan: Plan, stacks: Sequence[Stack]) -> tuple[str, tuple[int, ...]] | None:
-    """The stack and the blocks of every chunk, if all are of one stack; None if the model is to be rehearsed whole."""
+    """The stack and the blocks of every chunk, if there is one stack; None to rehearse the model whole."""
     alike = all(choice.alike for choice in choices_of(plan))
     if len(stacks) != 1 or not plan.pipeline.split or not alike:
         return None
@@ -173,7 +173,7 @@ def _of_stage(job: _Job) -> Needs:
 
 
 def _placed(job: _Job, found: Needs) -> Needs:
-    """The numbers with the rank and the chunks that the stage has in the whole pipeline."""
+    """The numbers under the stage's rank and chunks in the whole pipeline."""
     costs = {}
     for key, seconds in found.costs.items():
         kind, _, chunk = key.partition("/")

@@ -19,7 +19,7 @@ class Sizes:
     Attributes:
         trainable: number of parameters that are trained.
         frozen: number of the others.
-        units: number of parameters of each unit.
+        units: parameters of each unit.
         state_bytes: bytes of optimizer states per parameter, in fp32; of whole tensors the mean.
         mixtures: of the model.
     """
@@ -56,7 +56,7 @@ def least_bytes(sizes: Sizes, plan: Plan, ranks: int) -> int:
 
 
 def states_of(sizes: Sizes, plan: Plan, ranks: int) -> States:
-    """One rank's part of the model, in the plan's dtypes."""
+    """One rank's shard of the model, in the plan's dtypes."""
     states = States(sizes.trainable, sizes.frozen, max(sizes.units), sizes.state_bytes, mixtures=sizes.mixtures)
     for choice in choices_of(plan):
         states = choice.share(states, ranks)

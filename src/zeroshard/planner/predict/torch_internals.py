@@ -18,7 +18,7 @@ from torch.utils.flop_counter import flop_registry
 aten = torch.ops.aten
 DEVICE = torch.ops.prim.device.default  # the most frequent call on fake tensors
 Packet = Any  # an operator of torch.ops
-MOST_KNOWN = 100_000  # results that are remembered
+MOST_KNOWN = 100_000  # most results to cache
 
 
 class DispatchMode(TorchDispatchMode):
@@ -35,7 +35,7 @@ def _one(tensor: torch.Tensor) -> bool | int | float:
     return 1.0 if tensor.dtype.is_floating_point else 1
 
 
-# To the engine's questions about values, yes and 1 are the answers of a healthy run.
+# Reads of values return True and 1, as in a healthy run.
 ANSWERS: dict[Packet, Callable[..., Any]] = {
     aten._local_scalar_dense.default: _one,
     aten.equal.default: lambda *_: True,
@@ -136,7 +136,7 @@ _kinds: dict[Packet, bool] = {}
 
 
 class Results:
-    """The results of operations on tensors without values, remembered by the metadata of their arguments.
+    """A cache of results of operations on tensors without values, by the metadata of their arguments.
 
     Torch's own cache checks far more in every call (symbolic shapes, sparse layouts) and takes most of a rehearsal's
     time; operations with unusual arguments still go there.
@@ -146,7 +146,7 @@ class Results:
         self._mode = mode
 
     def of(self, func: Packet, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation by `run`, or make its remembered result for arguments of the same metadata."""
+        """Run an operation by `run`, or rebuild its cached result for arguments of the same metadata."""
         if not _remembers(func):
             return run(*args, **kwargs)
         try:

@@ -13,7 +13,7 @@ import torch
 from zeroshard.planner.predict.torch_internals import Packet
 
 aten = torch.ops.aten
-FEW_CHANNELS = 3  # of an image, up to which an input is read without a copy
+FEW_CHANNELS = 3  # most channels of an input that is read without a copy
 ROWS_OF_ONEDNN = 16  # from which on a single thread leaves plain 1 x 1 products to oneDNN too
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -79,7 +79,7 @@ def _backward(gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, res
     to_x, to_weight, to_bias = result
     kernel, given = _blocked_weight(weight, x), _blocked(gradient)
     highest = 0
-    if to_x is not None:  # a strided one is put together from parts
+    if to_x is not None:  # a strided output is assembled from blocks
         whole = kernel if weight.shape[1] != x.shape[1] else _blocked_weight(weight, None)
         highest = max(given + whole + _blocked(x), _blocked(x) + (2 if strided else 1) * _nbytes(to_x))
     if to_weight is not None:

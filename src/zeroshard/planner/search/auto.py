@@ -49,7 +49,7 @@ def plan_for(
         found = best_plans(task, hardware, base, tell)
         return {"plan": found.best[0].plan.as_dict(), "lines": why(found)}
 
-    with torch.random.fork_rng(devices=[]):  # rehearsals leave the program's generator as it was
+    with torch.random.fork_rng(devices=[]):  # rehearsals do not change the program's generator
         together = count == mesh.ranks > 1
         answer = on_rank_zero(mesh, work, "planning", say) if together else work(say)
     for line in answer["lines"] if mesh.rank == 0 else ():
@@ -143,7 +143,7 @@ def on_rank_zero(mesh: Mesh, work: Callable[[Say], Any], label: str, say: Say = 
 
 
 def task_of(model: nn.Module, batch: Any, optimizer: Any, ranks: int) -> TrainingTask:
-    """The task of training a module on batches like this one.
+    """The task of training a module on such batches.
 
     Raises:
         PlanError: the model or the optimizer is none. BatchError: the batch has no common first dimension.
@@ -179,7 +179,7 @@ def task_of(model: nn.Module, batch: Any, optimizer: Any, ranks: int) -> Trainin
 
 
 def _show_progress(mesh: Mesh, answer: dict[str, str]) -> None:
-    """Enter a message into the heartbeat, as progress of the rank."""
+    """Write a message into the heartbeat, as progress of the rank."""
     if mesh.heartbeat is not None:
         mesh.heartbeat.phase(f"planning: {answer['text']}")
 
@@ -252,7 +252,7 @@ def _maker_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> Callable[[n
 
 
 def _none_fits(found: Found, machines: Machines) -> str:
-    """The error where no plan fits, with the refusal that comes closest: the most offloaded, or sliced."""
+    """The error if no plan fits, with the nearest refusal: the most offloaded, or sliced."""
     if not found.refused:
         return f"There is no plan to look at for {machines}; use more rows."
     with_way = [refusal for refusal in found.refused if refusal.way_out]
@@ -268,7 +268,7 @@ def _resort(refusal: Refusal) -> str:
 
 
 def _reach(refusal: Refusal) -> tuple[float, ...]:
-    """How far a plan goes to fit, as a sort key: last resorts first."""
+    """Sort key of refused plans by memory saved: last resorts first."""
     return tuple(part for choice in reversed(choices_of(refusal.plan)) for part in choice.reach)
 
 

@@ -1,8 +1,8 @@
 """The largest model of a family that fits under a plan, by its model states alone or by a whole step.
 
 The bytes of a member grow by the same amount with every further layer, so two shallow members give an estimate of the
-limit: the peak of few layers may be at another moment of the step. So the member found is rehearsed whole, and so is
-the next: the one fits, the other does not.
+limit: the peak of few layers may be at another moment of the step. So the found member is
+rehearsed whole, and so is the next: one fits, the other does not.
 """
 
 from collections.abc import Callable
@@ -63,7 +63,7 @@ class Member:
     Attributes:
         name: its rung and its layers.
         parameters: each counted once.
-        needed_bytes: on the fullest rank: of model states after a step, or the peak of a step.
+        needed_bytes: most bytes of a rank: of model states after a step, or the peak of a step.
         prediction: of the step, where the peak counts.
     """
 
@@ -108,7 +108,7 @@ class Largest:
 
     @property
     def limit(self) -> float | None:
-        """Parameters at which the room would be full, on the line from `member` to `beyond`; None without both."""
+        """Parameters that would fill `room_bytes`, on the line from `member` to `beyond`; None without both."""
         if self.member is None or self.beyond is None:
             return None
         low, high = self.member, self.beyond
@@ -158,7 +158,7 @@ def state_bytes_of(task: TrainingTask, plan: Plan, ranks: int, rows: int = 1) ->
 
 
 def states_along(of: Callable[[int], TrainingTask], plan: Plan, ranks: int, layers: int, rows: int = 1) -> int:
-    """`state_bytes_of` the member with so many layers, from those with two and three; for plans without stages."""
+    """`state_bytes_of` the member with so many layers, from two and three layers; for plans without stages."""
     if layers <= FEW_STATES + 1:
         return state_bytes_of(of(layers), plan, ranks, rows)
     low, high = (state_bytes_of(of(depth), plan, ranks, rows) for depth in (FEW_STATES, FEW_STATES + 1))
@@ -184,7 +184,7 @@ class _Climb:
     _members: dict[tuple[int, int], Member] = field(default_factory=dict)
 
     def run(self) -> Largest:
-        """Estimate by the lines, then rehearse whole members until one fits and the next one does not."""
+        """Estimate by lines, then rehearse whole members until one fits and the next does not."""
         places = [
             (n, layers) for n, rung in enumerate(self.family.rungs) for layers in range(rung.fewest, rung.most + 1)
         ]
@@ -249,6 +249,6 @@ class _Climb:
     def _needed(self, task: TrainingTask) -> tuple[int, Prediction | None]:
         if self.counts == "states":
             return state_bytes_of(task, self.plan, self.machines.count, self.rows), None
-        every_layer = not self.plan.pipelined  # a pipeline's first and last stage are rehearsed with all theirs
+        every_layer = not self.plan.pipelined  # a pipeline's first and last stage are rehearsed with all their layers
         prediction = predict(task, self.plan, self.machines, self.rows, deep=every_layer)
         return prediction.peak_bytes, prediction

@@ -1,4 +1,4 @@
-"""The search: all ways to split a job over the machines, pruned by exact states, the rest rehearsed.
+"""The search: all splits of a job over the machines, pruned by exact states, the rest rehearsed.
 
 For each number of ranks in a layer and of stages, ZeRO stage and schedule, the rows of a microbatch are found by
 bisection: memory rises with them. A plan whose states alone exceed a device is refused without a rehearsal. The search
@@ -41,9 +41,9 @@ from zeroshard.zero import choice as zero
 
 OFFERS: tuple[Callable[[Site], Iterator[Offer | Refused]], ...] = (zero.offers, pipeline.offers)
 LAST_RESORTS: tuple[Callable[[Site], Iterator[Offer]], ...] = (offload.offers,)
-MOST_DEEP = 32  # blocks times microbatches, or stages, up to which the best plan is rehearsed whole
+MOST_DEEP = 32  # most blocks times microbatches, or stages, of a whole rehearsal of the best plan
 MOST_TIMED = 8  # plans that are timed on this machine, the best by the rates of its profile
-FEW_SHAPES = 12  # kinds of plans without split layers up to which all are looked at
+FEW_SHAPES = 12  # most kinds of plans without split layers that are all looked at
 BEHIND = 1.1  # times the seconds of the fastest plan: slower estimates are left out among many
 RECOMPUTED = 4 / 3  # times the seconds of a plan that computes its forwards twice
 Say = Callable[[str], None]
@@ -77,7 +77,7 @@ class SearchProgress:
         self._current = self._left.pop(plan, 0.0)
 
     def drop(self, plan: Plan) -> None:
-        """No plan of this group is looked at."""
+        """Skip the group of this plan."""
         if self._left.pop(plan, None) is not None:
             self._dropped += self.expected[plan]
 
@@ -108,7 +108,7 @@ class Shape:
 
     Attributes:
         rows: of one data rank.
-        together: ranks that split layers.
+        together: tensor ranks.
     """
 
     plan: Plan
@@ -127,7 +127,7 @@ def search(
     last_resorts: bool = False,
     first: Callable[[Found], None] = lambda found: None,
 ) -> Found:
-    """The plans that fit, the fastest first, and the refused ones with the way out.
+    """The plans that fit, the fastest first, and the refused ones, each with the way out.
 
     Where none fits, what techniques offer as a last resort is tried in their order (offload: of the optimizer's states,
     of few parameters first and then of more, then of the parameters too, and then of activations), each with its
@@ -181,15 +181,15 @@ class _Search:
     _sizes: Sizes | None = None
     _likely: dict[Plan, list[int]] = field(default_factory=dict)
     _expected: dict[Plan, tuple[bool, float]] = field(default_factory=dict)
-    _gain: float = 0.0  # seconds of a variant relative to its plan, the least so far; 0 before any is faster
-    _whole: list[Refusal] = field(default_factory=list)  # of plans that split layers of a model which cannot be split
+    _gain: float = 0.0  # least seconds of a variant relative to its plan; 0 before any is faster
+    _whole: list[Refusal] = field(default_factory=list)  # of tensor-parallel plans for a model without layers to split
 
     @property
     def _site(self) -> Site:
         return Site(self.machines.count, self.machines.per_node, self.task.rows, self._blocks)
 
     def shapes(self) -> Iterator[Shape]:
-        """Every way to split the job over the ranks, those without split layers and without stages first."""
+        """Every split of the job over the ranks; without split layers and without stages first."""
         for number, divided in enumerate(self._divisions):
             for offer in (offer for offers in OFFERS for offer in offers(divided.site)):
                 if isinstance(offer, Offer):
@@ -221,10 +221,10 @@ class _Search:
     def try_shapes(self, shapes: Sequence[Shape]) -> None:
         """Look at all shapes but those that are left out ([Note: plans that are left out])."""
         least = min((shape.together for shape in shapes), default=1)
-        whole = [shape for shape in shapes if shape.together == least]  # or as far as is asked for
+        whole = [shape for shape in shapes if shape.together == least]  # or with the least split that is asked for
         split = [shape for shape in shapes if shape.together > least and shape.plan in self._expected]
         many = len(whole) > FEW_SHAPES
-        usual = (False, 0.0)  # whether it is expected to fit, and its seconds, where there is no estimate
+        usual = (False, 0.0)  # without an estimate: whether it fits, and its seconds
 
         def rank(shape: Shape) -> tuple[bool, float]:
             fits, seconds = self._expected.get(shape.plan, usual)
@@ -266,7 +266,7 @@ class _Search:
         return min(self.fitting[before:], key=lambda one: one.seconds, default=None)
 
     def _variants(self, plan: Plan) -> list[Plan]:
-        """The plan with what its techniques offer further."""
+        """The plan's variants from its techniques."""
         ranks = self.machines.count
         try:
             states = states_of(self._sizes_of(), plan, ranks)
@@ -296,7 +296,7 @@ class _Search:
             plans = [shape.plan, *self._variants(shape.plan)]
             each = [[estimator.prediction(self._with(plan, m), shape.rows) for m in offer.counts] for plan in plans]
             nears = [_near(offer, estimated) for estimated in each]
-            near = next(filter(None, nears), [])  # of the first that is expected to fit
+            near = next(filter(None, nears), [])  # of the first shape that is expected to fit
             chosen += near[:1]
             if offer.counts:
                 again = 1.0 if near else RECOMPUTED if offer.leaner else math.inf
@@ -363,7 +363,7 @@ class _Search:
         self._keep(self._rehearse(plan, rows))
 
     def timed(self, prediction: Prediction) -> Prediction:
-        """The prediction with a time that was measured on few blocks, where this machine can hold them."""
+        """The prediction with a time measured on few blocks, if this machine can hold them."""
         self.say(f"timing {short(prediction.plan, self.machines.count)}")
         try:
             found = predict_timed(self.task, prediction.plan, self.machines, prediction.batch)
@@ -372,7 +372,7 @@ class _Search:
         return replace(prediction, causes=found.causes, time_mode=found.time_mode)
 
     def whole(self, prediction: Prediction) -> Prediction:
-        """The prediction again, from a rehearsal of every stage, and of every block where they are not too many."""
+        """The prediction from a rehearsal of every stage, and of every block unless they are too many."""
         plan = prediction.plan
         depth = sum(stack.depth for stack in self.task.facts.stacks)
         if way_of(plan).whole(plan, depth) > MOST_DEEP:
@@ -456,7 +456,7 @@ class _Search:
 
 
 def _near(offer: Offer, estimated: Sequence[Prediction]) -> Sequence[Prediction]:
-    """Of estimates by their microbatches those that are expected to be found; none where none fits."""
+    """The estimates, by microbatches, near the plan to be found; none if none fits."""
     fitting = [one for one in estimated if one.fits]
     usual = [one for one in fitting if one.plan.microbatches <= offer.usual]
     return offer.order.near(usual) if usual else fitting[:1]

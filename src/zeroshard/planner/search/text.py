@@ -85,7 +85,7 @@ def lacking(prediction: Prediction) -> tuple[str, str]:
 
 
 def left_out(prediction: Prediction) -> list[LeftOut]:
-    """Times that are not in the curve of memory over the step."""
+    """Times outside of the curve of memory over the step."""
     return [left for choice in choices_of(prediction.plan) for left in choice.left_out()]
 
 
@@ -95,7 +95,7 @@ def _parts(parts: Iterable[tuple[str, int]]) -> str:
 
 
 def shares(prediction: Prediction) -> dict[str, float]:
-    """The share of the step that each cause takes, the largest first."""
+    """Each cause's share of the step, the largest first."""
     whole = prediction.seconds or 1.0
     causes = sorted(prediction.causes.items(), key=lambda cause: -cause[1])
     return {cause: spent / whole for cause, spent in causes}
@@ -109,14 +109,14 @@ def categories(predictions: Iterable[Prediction]) -> list[str]:
 
 
 def seconds(time: float) -> str:
-    """Seconds as people read them: 0.0123 is 12.3 ms."""
+    """Seconds as text: 0.0123 is 12.3 ms."""
     unit, factor = ("s", 1.0) if time >= 1 else ("ms", 1e3) if time >= 1e-3 else ("\N{MICRO SIGN}s", 1e6)
     value = time * factor
     return f"{value:,.0f} {unit}" if value >= 999.5 else f"{f'{value:#.3g}'.rstrip('.')} {unit}"
 
 
 def alike(refused: Sequence[Refusal]) -> list[list[Refusal]]:
-    """Refusals in groups whose reasons and ways out differ only in numbers, groups in the order of their first."""
+    """Refusals in groups with equal reasons and ways out up to numbers, in order of first occurrence."""
     groups: dict[tuple[str, str], list[Refusal]] = {}
     for refusal in refused:
         key = (_without_numbers(refusal.why), _without_numbers(refusal.way_out))
