@@ -57,7 +57,7 @@ class ChartAxis:
     ticks: tuple[tuple[float, str], ...]
 
     def fraction(self, value: float) -> float:
-        """Where ``value`` stands between ``low`` (0) and ``high`` (1)."""
+        """Position of ``value`` between ``low`` (0) and ``high`` (1)."""
         return (value - self.low) / (self.high - self.low)
 
 
@@ -115,11 +115,11 @@ class Frame:
     x_ticks: int
 
     def x(self, fraction: float) -> float:
-        """Horizontal place of a fraction of the plot's width."""
+        """Horizontal position of a fraction of the plot's width."""
         return self.left + fraction * (self.width - self.left - self.right)
 
     def y(self, fraction: float) -> float:
-        """Vertical place of a fraction of the plot's height, counted from its foot."""
+        """Vertical position of a fraction of the plot's height, from its foot."""
         return self.height - self.bottom - fraction * (self.height - self.top - self.bottom)
 
 
@@ -128,7 +128,7 @@ NARROW = Frame("narrow", 360, 260, left=58, right=20, top=28, bottom=42, x_ticks
 
 
 class Canvas:
-    """An SVG image with a title for those who cannot see it; ElementTree escapes every text."""
+    """An SVG image with a title for screen readers; ElementTree escapes every text."""
 
     def __init__(self, frame: Frame, title: str) -> None:
         self.frame = frame
@@ -151,7 +151,7 @@ class Canvas:
         ET.SubElement(self.root, "line", {"class": style, **ends})
 
     def text(self, at: Point, content: str, style: str) -> None:
-        """One line of text; its anchor comes with the style."""
+        """One line of text; the style sets its anchor."""
         ET.SubElement(self.root, "text", {"class": style, "x": short(at[0]), "y": short(at[1])}).text = content
 
     def rect(self, corner: Point, width: float, height: float, style: str) -> None:
@@ -255,14 +255,14 @@ def thin(
 
 
 def smoothing_radius(count: int) -> int:
-    """Steps on each side that the smoothed line averages: about 3 % of the run together."""
+    """Steps on each side in the smoothed line's mean: about 3 % of the run in all."""
     return max(2, count // 60)
 
 
 def running_mean(values: Sequence[float], radius: int, points: int) -> list[tuple[int, float]]:
     """(index, mean of the values within ``radius``) at up to ``points`` evenly spaced indices.
 
-    Near the start the window shrinks on both sides alike, so that the steep first steps are not lifted; at the end
+    Near the start the window shrinks equally on both sides, so that the steep first steps are not lifted; at the end
     it only loses its right side.
     """
     last = len(values) - 1

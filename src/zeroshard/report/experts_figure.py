@@ -15,7 +15,7 @@ from zeroshard.text import format_decimal, format_exact
 BOUNDS = (0.05, 0.25, 0.5, 0.8, 1.25, 2.0, 4.0)  # of load over mean load, between the colours
 LEGEND = ("below 0.05", "to 0.25", "to 0.5", "to 0.8", "to 1.25", "to 2", "to 4", "above 4 times the mean")
 _COLUMNS = 160
-_HEIGHT = 320.0  # of all rows together, unless they would be lower than a pixel or two
+_HEIGHT = 320.0  # of all rows, unless they would be lower than a pixel or two
 _LOWEST, _HIGHEST = 3.0, 14.0
 _GAP, _HEAD = 10.0, 16.0  # between layers, and for the name of one
 

@@ -31,7 +31,7 @@ _HUES = 8
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """An event and by how much it moved the total."""
+    """An event and its change of the total."""
 
     event: MemoryEvent
     delta: float
@@ -86,7 +86,7 @@ def _changes(step: MemoryStep) -> list[_Change]:
 
 
 def _span(step: MemoryStep) -> tuple[float, float]:
-    """From the first event to a little after the last, so that the bytes after the last are seen."""
+    """From the first event to a little after the last, to show the bytes after it."""
     start, end = step.events[0].t, step.events[-1].t
     return start, end + (0.02 * (end - start) or 1e-3)
 
@@ -97,7 +97,7 @@ def _time_axis(step: MemoryStep, frame: Frame) -> ChartAxis:
 
 
 def _largest(changes: list[_Change], start: float, end: float) -> list[_Change]:
-    """The largest moves far enough from each other for their numbers not to touch, in order of time."""
+    """The largest changes whose numbers do not overlap, in order of time."""
     chosen: list[_Change] = []
     for change in sorted(changes, key=lambda c: -abs(c.delta)):
         gap = _MARK_GAP * (end - start)
@@ -144,7 +144,7 @@ def _draw_marks(canvas: Canvas, marked: list[_Change], x: ChartAxis) -> None:
 def _label_place(
     edges: list[float], lower: list[float], upper: list[float], width: float
 ) -> tuple[float, float] | None:
-    """The middle of the roomiest stretch of a band that a label of ``width`` pixels fits into, or None."""
+    """The middle of a band's highest stretch that fits a label of ``width`` pixels, or None."""
     best_room, best = _LABEL_HEIGHT, None
     for first in range(len(upper)):
         floor, ceiling = lower[first], upper[first]

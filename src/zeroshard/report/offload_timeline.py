@@ -37,10 +37,10 @@ DATA, SVG, TRACE = "timeline-offload.json", "timeline-offload.svg", "timeline-of
 ROW = 30.0
 BOX = 26.0  # width in pixels of a box of median length
 THINNEST = 0.6  # width in pixels of a box of almost no time
-SIZE, LETTER = 10.5, 0.56  # of the text in boxes: height in pixels, and a letter's usual width as part of it
+SIZE, LETTER = 10.5, 0.56  # text in boxes: height in pixels, and a letter's mean width relative to it
 QUEUE_NAMES = {COMPUTE: "compute", "down": "down", "up": "up", "host": "updates", "disk": "disk"}
 FORWARD, BACKWARD = "forward", "backward"
-# Light and dark: computes are grey, and each cause has the colour that it has in the chart of exposed seconds.
+# Light and dark: computes are grey, causes have their colours of the chart of exposed seconds.
 COLOURS = {
     FORWARD: ("#8d98a3", "#7d8893"),
     BACKWARD: ("#5d6873", "#a9b3bd"),
@@ -94,7 +94,7 @@ class OffloadTimeline:
         return "one step" if len(self.ends) == 1 else f"{len(self.ends)} steps"
 
     def rows(self) -> Iterator[tuple[str, list[QueueSpan]]]:
-        """The queues on which something ran, each with its spans."""
+        """The queues with spans, each with its spans."""
         for queue in QUEUE_NAMES:
             if row := [span for span in self.spans if span.queue == queue]:
                 yield queue, row
@@ -102,7 +102,7 @@ class OffloadTimeline:
 
 @dataclass(frozen=True)
 class CauseFill(Fill):
-    """The colour of a cause, or of forwards or backwards."""
+    """Colour of a cause, of forwards or of backwards."""
 
     kind: str
 
@@ -201,7 +201,7 @@ def _span(fields: Sequence[Any], last: float) -> QueueSpan | None:
 
 
 def _place(picture: Picture, span: QueueSpan, y: float, scale: float) -> None:
-    """Draw a span, with as much of its name as fits."""
+    """Draw a span with the part of its name that fits."""
     fill, middle, wide = CauseFill(span.kind), y + (ROW - 4) / 2, max(THINNEST, (span.end - span.start) * scale)
     gap = 1 if wide > 12 else 0
     left = LEFT + span.start * scale
@@ -237,7 +237,7 @@ def _notes(timeline: OffloadTimeline) -> tuple[str, str]:
 
 
 def _caption(timeline: OffloadTimeline) -> str:
-    """Seconds of the steps, seconds exposed by cause, and how the times were taken."""
+    """Seconds of the steps, exposed seconds by cause, and the method of timing."""
     parts = sorted(timeline.exposed.items(), key=lambda item: -item[1])
     whole, exposed = _notes(timeline)
     causes = ", ".join(f"{cause} {format_duration(seconds)}" for cause, seconds in parts)

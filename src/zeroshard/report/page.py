@@ -38,8 +38,8 @@ _VISIBLE_CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not 
 def write_report(run: Path) -> Path:
     """Write ``report.html``, and the drawings of a timeline, into a run folder; returns the page's path.
 
-    Raises ReportError when the folder, its metrics or a first training line is missing; all else that is missing
-    is said on the page.
+    Raises ReportError when the folder, its metrics or a first training line is missing; the page
+    notes all other missing content.
     """
     content = read_run(run)
     offloaded, notes = read_offload_timeline(run)
@@ -49,7 +49,7 @@ def write_report(run: Path) -> Path:
         timeline = write_offload_timeline(run, offloaded)
     page = _page(content, timeline)
     target = run / REPORT
-    # lone surrogates can come out of JSON escapes and have no UTF-8 form
+    # JSON escapes may give lone surrogates, which have no UTF-8 form
     target.write_bytes(page.encode("utf-8", errors="replace"))
     return target
 

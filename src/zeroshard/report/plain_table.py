@@ -1,4 +1,4 @@
-"""The tables of the commands that print lists of figures: no lines around them, and as narrow as can be."""
+"""The tables of the commands that print lists of figures: without lines, and as narrow as possible."""
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table

@@ -72,7 +72,7 @@ def plan_page(p: Prediction, title: str, notes: tuple[str, ...] = ()) -> str:
 
 
 def _moved(before: Event, event: Event) -> str:
-    """The category that changed most."""
+    """The category with the largest change."""
     return max(event.nbytes, key=lambda name: abs(event.nbytes[name] - before.nbytes.get(name, 0)), default="")
 
 

@@ -28,7 +28,7 @@ HEADS = {
     "temporaries": "temp.",
 }
 COLOURS = ("blue", "cyan", "magenta", "yellow", "green", "red", "white", "bright_black")
-SHADES = "█▓▒░#=+-"  # where there are no colours
+SHADES = "█▓▒░#=+-"  # without colours
 PARTS = " ▁▂▃▄▅▆▇█"  # of one row, in eighths
 KIND_COLOURS = {
     Kind.FORWARD: "white on blue",
@@ -40,7 +40,7 @@ KIND_COLOURS = {
 }
 EDGE = "▔"
 MEMORY_ROWS, TIMELINE_ROWS, PLANS_NAMED, BAR = 12, 16, 3, 30
-NEAR = 1.5  # times the peak, up to which the capacity is drawn
+NEAR = 1.5  # times the peak: limit of a drawn capacity
 
 
 def plans_table(predictions: Sequence[Prediction], title: str = "Plans, best first") -> RenderableType:
@@ -142,7 +142,7 @@ def sizes_table(found: Sequence[Largest]) -> Table:
 
 
 def sizes_lines(found: Sequence[Largest]) -> list[str]:
-    """Explanations of the columns of `sizes_table`, and how the numbers were found."""
+    """Explanations of the columns of `sizes_table`, and the method of the numbers."""
     predictions = [f.member.prediction for f in found if f.member and f.member.prediction]
     return [
         "Names: parameters, then layers x width; the next size has a layer more, or is the smallest of the next width.",
@@ -156,7 +156,7 @@ def sizes_lines(found: Sequence[Largest]) -> list[str]:
 
 
 def modes_lines(predictions: Sequence[Prediction], source: str) -> list[str]:
-    """How the numbers were found, a line for each way, and where the rates come from."""
+    """The methods of the numbers, a line each, and the source of the rates."""
     memory = dict.fromkeys(p.mode for p in predictions)
     time = dict.fromkeys(p.time_mode for p in predictions)
     return [
@@ -173,7 +173,7 @@ def memory_picture(p: Prediction, width: int, colour: bool) -> Text:
     Args:
         p: a prediction with events.
         width: columns of characters for all.
-        colour: tell categories apart by colours, and draw eighths of a row; else by shades.
+        colour: distinguish categories by colours, and draw eighths of a row; else by shades.
     """
     held = categories([p])
     looks = {c: ("█" if colour else SHADES[i % 8], COLOURS[i % 8]) for i, c in enumerate(held)}
@@ -232,7 +232,7 @@ def _cell(
 
 
 def timeline_picture(spans: Sequence[Sequence[Span]], width: int) -> Text:
-    """The actions of each rank over time, as characters: the kind's letter, and the microbatch where there is room."""
+    """The actions of each rank over time, as characters: the kind's letter, and the microbatch if it fits."""
     drawn = [[s for s in row if s[0].kind in NAMES and s[2] > s[1]] for row in spans]
     start = min((row[0][1] for row in drawn if row), default=0.0)
     end = max((stop for row in drawn for _, _, stop in row), default=1.0)
@@ -271,7 +271,7 @@ def wire_table(p: Prediction) -> Table:
 
 
 def layers_table(rows: Sequence[ExplainedLayer], ranks: int) -> Table:
-    """How tensor parallelism splits each module with parameters among so many ranks, and why others are whole."""
+    """The split of each module with parameters over the tensor ranks, and why other modules are not split."""
     table = _table(f"Layers on {ranks} ranks of tensor parallelism")
     table.leading = 1
     table.add_column("module", ratio=3, overflow="fold")

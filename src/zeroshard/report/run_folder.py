@@ -27,7 +27,7 @@ class ExpertLoad:
 
     Attributes:
         load: choices that fell on each expert, before capacity.
-        dropped: the part of all choices that had no place in its expert's capacity.
+        dropped: fraction of all choices above their expert's capacity.
         entropy: of the router's probabilities, mean over tokens, in nats.
     """
 
@@ -48,7 +48,7 @@ class TrainingPoint:
 
     Attributes:
         exposed: seconds that the step waited for offload, by cause; empty without offload.
-        taken: speculative updates, run during the backward, that were right.
+        taken: speculative updates, run during the backward, that were kept.
         undone: speculative updates that were wrong.
         loads: of each mixture of experts, by the path of its layer.
     """
@@ -144,7 +144,7 @@ class PredictionRow:
 
 @dataclass(frozen=True, slots=True)
 class ActivationRecord:
-    """What was done with the activations of one block, and what it cost: predicted and measured."""
+    """The decision on one block's activations and its costs: predicted and measured."""
 
     block: str
     action: str
@@ -171,7 +171,7 @@ class ArenaRecord:
 
 @dataclass(frozen=True, slots=True)
 class ForecastRecord:
-    """Predicted beside measured numbers of one rank up to a step, and warnings of tolerances that were missed."""
+    """Predicted and measured numbers of one rank up to a step, and warnings of missed tolerances."""
 
     rank: float
     step: float
@@ -202,7 +202,7 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """All that a report is made from; ``notes`` list missing and ignored content in whole sentences."""
+    """The content of a report; ``notes`` list missing and ignored content in whole sentences."""
 
     path: Path
     training: tuple[TrainingPoint, ...]
@@ -285,7 +285,7 @@ def _metric_lines(metrics: Path) -> tuple[list[Record], int]:
     """The readable lines that carry a whole step number, and how many could not be read."""
     lines: list[Record] = []
     unreadable = 0
-    # a cut inside a multi-byte character must not cost the whole file
+    # a cut inside a multi-byte character must not make the whole file unreadable
     with metrics.open(encoding="utf-8", errors="replace") as file:
         for text in filter(str.strip, file):
             try:
@@ -416,7 +416,7 @@ def _time(row: Record) -> float:
 
 def _event(row: Record, categories: tuple[str, ...]) -> MemoryEvent:
     held = row.record("bytes")
-    # a category that an event does not name holds nothing at that moment
+    # a category that an event does not name has 0 bytes then
     nbytes = (held.number(name) for name in categories)
     return MemoryEvent(row.number("t"), row.text("label"), tuple(n if math.isfinite(n) else 0.0 for n in nbytes))
 
@@ -434,7 +434,7 @@ def _forecast(path: Path, notes: list[str]) -> ForecastRecord | None:
 
 
 def _timelines(path: Path, notes: list[str]) -> Timelines | None:
-    """The timelines; None if the run kept none, or damaged ones."""
+    """The timelines; None if they are missing or damaged."""
     if not path.is_file():
         return None
     before = len(notes)

@@ -31,7 +31,7 @@ from zeroshard.text import (
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """The text of a cell, and below it, smaller, the exact value."""
+    """The text of a cell, and the exact value below it in small type."""
 
     text: str
     exact: str = ""
@@ -93,7 +93,7 @@ def traffic_table(rows: tuple[TrafficRecord, ...]) -> Table | None:
 
 
 def exposed_table(points: Sequence[TrainingPoint]) -> Table | None:
-    """The time that steps waited for offload, by cause; None if no step waited."""
+    """Seconds of waits for offload, by cause; None if no step waited."""
     causes = causes_of(points)
     if not causes:
         return None
@@ -163,7 +163,7 @@ def _load_cells(loads: Sequence[ExpertLoad]) -> tuple[Cell, ...]:
 
 
 def _memory_row(row: MemoryRecord, styles: Mapping[str, str]) -> Row:
-    """Rows of host and disk name their tier, and have no colour, since the chart shows the device alone."""
+    """A row of memory; host and disk rows name their tier and have no colour: the chart shows the device alone."""
     name = row.category.replace("_", " ")
     if row.tier == "device":
         return Row(name, _memory_cells(row), styles.get(row.category, ""))
@@ -182,7 +182,7 @@ def _memory_sums(rows: Sequence[MemoryRecord], named: bool) -> list[Row]:
             sum(row.planned_bytes for row in planned),
             sum(_or_zero(row.padding_bytes) for row in planned),
             sum(row.measured_bytes for row in planned),
-            # peaks of categories need not fall together, so they have no sum
+            # categories may peak at different times, so their peaks have no sum
             math.nan,
         )
         sums.insert(0, Row(f"Categories with a formula{place}", _memory_cells(total)))
@@ -243,7 +243,7 @@ def _plain(name: str, value: object) -> str:
 
 
 def activations_table(rows: Sequence[ActivationRecord]) -> Table | None:
-    """Action, bytes and seconds of each block; None without decisions."""
+    """Decision, bytes and seconds of each block; None without decisions."""
     if not rows:
         return None
     total = Row(

@@ -1,6 +1,6 @@
 """Timelines of a pipeline as a drawing: one row per rank, one box per compute, several timelines on one time axis.
 
-`lay_out` places everything, and knows no file format; `timeline_svg` and `timeline_png` write its pictures to files.
+`lay_out` places everything, for any file format; `timeline_svg` and `timeline_png` write its pictures to files.
 """
 
 import math
@@ -16,7 +16,7 @@ from zeroshard.schedule.simulate import Span, Timeline
 
 LEFT, RIGHT, TOP = 62.0, 18.0, 14.0
 NARROWEST, WIDEST = 1000.0, 1600.0
-BOX = 15.0  # pixels that a usual forward should have
+BOX = 15.0  # pixels of a typical forward
 ROW, VERSIONED_ROW, LEAST_ROW, ALL_ROWS = 24.0, 29.0, 7.0, 840.0
 HEAD, BETWEEN = 26.0, 16.0
 SIZES = (11.0, 10.0, 9.0, 8.0)  # of the numbers in boxes, in pixels
@@ -30,7 +30,7 @@ NAMES = {
     Kind.UPDATE: "update",
     Kind.REDUCE: "reduction over replicas",
 }
-# Fills in light and dark surroundings: blue, greens and orange keep apart for all kinds of colour vision.
+# Fills for light and dark pages: blue, greens and orange differ for all kinds of colour vision.
 FILLS = {
     Kind.FORWARD: ("#2f6db5", "#5794dc"),
     Kind.BACKWARD: ("#3d9c5f", "#4fb274"),
@@ -49,7 +49,7 @@ WHITE, BLACK = "#ffffff", "#000000"
 
 
 class Fill(ABC):
-    """The fill of boxes, in light and in dark surroundings."""
+    """Fill of boxes, on light and dark pages."""
 
     @property
     @abstractmethod
@@ -62,7 +62,7 @@ class Fill(ABC):
 
     def ink(self, dark: bool) -> str:
         """The colour of text inside: white or black, whichever has more contrast."""
-        return WHITE if _luminance(self.fill(dark)) < 0.179 else BLACK  # where both have the same contrast
+        return WHITE if _luminance(self.fill(dark)) < 0.179 else BLACK  # equal contrast of both
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ class _Drawn:
     def _fit_numbers(self, scale: float) -> None:
         """Choose the largest size at which the longest number fits the usual forward, else the least.
 
-        Numbers stand in all boxes that have room for the longest, so that none seems to be missing.
+        All boxes with room for the longest number have one, so that none seems to be missing.
         """
         digits = len(str(max([action.microbatch or 0 for row in self.rows for action, _, _ in row], default=0)))
         fitting = (size for size in SIZES if digits * DIGIT * size <= self.usual * scale - 2)
@@ -224,7 +224,7 @@ class _Drawn:
 
 
 def time_unit(seconds: float) -> tuple[str, float]:
-    """The unit in which times up to `seconds` read well, and how many of it make a second."""
+    """The unit for times up to `seconds`, and its number per second."""
     return ("\N{MICRO SIGN}s", 1e6) if seconds < 1e-3 else ("ms", 1e3) if seconds < 2 else ("s", 1.0)
 
 
@@ -281,12 +281,12 @@ def _luminance(colour: str) -> float:
 
 
 def timeline_svg(timelines: Sequence[Timeline], title: str = "") -> str:
-    """The timelines as an SVG file that stands alone, in light and in dark surroundings."""
+    """The timelines as a self-contained SVG file, for light and dark pages."""
     return picture_svg(lay_out(timelines, title))
 
 
 def picture_svg(picture: Picture) -> str:
-    """A picture as an SVG file that stands alone, in light and in dark surroundings."""
+    """A picture as a self-contained SVG file, for light and dark pages."""
     size = f"{short(picture.width)} {short(picture.height)}"
     width, height = size.split()
     out = [

@@ -36,7 +36,7 @@ def write_timelines(folder: Path, timelines: Timelines) -> TimelineSection:
 
 
 def _goes_on(timelines: Timelines) -> bool:
-    """Whether the timelines show several steps of a schedule that never flushes: only there do versions change."""
+    """Whether the timelines show several steps of a schedule that never flushes, where versions change."""
     return any(action.version for timeline in timelines.drawn for spans in timeline.spans for action, _, _ in spans)
 
 

@@ -49,7 +49,7 @@ def _arrows(timeline: Timeline, pid: int, origin: float, forward: bool) -> Itera
         if taker == rank:
             continue
         common = f'"pid":{pid},"id":"{pid}.{name}.{chunk}.{microbatch}","name":"{name}","cat":"message","bp":"e"'
-        leaves = (end - (end - start) / 1000 - origin) * 1e6  # just within the slice, for the arrow to hang on to it
+        leaves = (end - (end - start) / 1000 - origin) * 1e6  # just within the slice, to which the arrow attaches
         yield (
             f'{{"ph":"s","tid":{rank},"ts":{leaves:.3f},{common}}},\n'
             f'{{"ph":"f","tid":{taker},"ts":{(taken - origin) * 1e6:.3f},{common}}}'

@@ -29,7 +29,7 @@ _VALUE_ROOM = 84.0
 
 
 def traffic_figure(rows: tuple[TrafficRecord, ...]) -> Figure | None:
-    """The chart, or None when nothing was sent and nothing was to be."""
+    """The chart, or None without measured or expected traffic."""
     sizes = [n for row in rows for n in (row.planned_elements, row.measured_elements) if math.isfinite(n) and n > 0]
     if not sizes:
         return None
@@ -68,7 +68,7 @@ _OTHER = "hue7"
 
 
 def causes_of(points: Sequence[TrainingPoint]) -> dict[str, str]:
-    """The causes for which any step waited, with their colour classes, from the foot of the stack up."""
+    """The causes of waits, with their colour classes, from the bottom of the stack up."""
     found = {cause: None for point in points for cause, seconds in point.exposed.items() if seconds > 0}
     known = [cause for cause in _CAUSES if cause in found]
     return {

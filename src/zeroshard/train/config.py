@@ -21,7 +21,7 @@ RENAMED_OPTIONS = {"batch": "batch_per_rank"}  # options of stored run folders, 
 class TrainConfig:
     """Train a language model on text: under torchrun, or with --ranks N on this machine."""
 
-    ALIASES: ClassVar[Mapping[str, Sequence[str]]] = {  # options as other programs call them
+    ALIASES: ClassVar[Mapping[str, Sequence[str]]] = {  # option names of other programs
         "ranks": ("--nproc-per-node",),
         "out": ("--output-dir",),
     }

@@ -1,4 +1,4 @@
-"""Training text: where the bytes come from, and which windows of them each step sees."""
+"""Training text: the sources of its bytes, and the windows of each step."""
 
 import hashlib
 import sysconfig
@@ -136,7 +136,7 @@ def _split_by_file(name: str, files: list[tuple[str, bytes]]) -> Corpus:
 
 
 def _is_validation(name: str) -> bool:
-    # A hash of the name, so that adding or removing one file never moves another to the other side.
+    # A hash of the name, so that adding or removing a file leaves the split of the others.
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % 100 < VALIDATION_PERCENT
 
 
@@ -205,7 +205,7 @@ class Batches:
         return _windows(self._tokens, torch.tensor(starts), self._sequence)
 
     def _start(self, sample: int) -> int:
-        """First token of a sample."""
+        """Index of a sample's first token."""
         epoch, position = divmod(sample, self.windows_per_epoch)
         if epoch != self._epoch:
             self._epoch, self._starts = epoch, self._shuffled(epoch)

@@ -22,7 +22,7 @@ LADDER = (  # width, heads, and the most layers of that width
     *((2304, 24, 24), (3072, 32, 30), (4096, 32, 36), (6144, 48, 40), (8192, 64, 48), (10240, 80, 60)),
     *((12288, 96, 80), (16384, 128, 96), (20480, 128, 105), (25600, 160, 128)),
 )
-DEEPEST = 2048  # layers of the widest, with which the family ends at 16 T
+DEEPEST = 2048  # layers of the largest member, at 16 T parameters
 
 
 def gpt_parameters(width: int, layers: int, vocabulary: int = VOCABULARY) -> int:
@@ -34,7 +34,7 @@ def gpt_task(config: GPTConfig, rows: int = 1) -> TrainingTask:
     """The task of training a `GPT` with AdamW.
 
     Args:
-        rows: of one step, all data ranks together, each of `config.context` tokens.
+        rows: of one step, over all data ranks, each of `config.context` tokens.
     """
     parameters = gpt_parameters(config.width, config.layers, config.vocabulary)
     name = f"{people(parameters)}: {config.layers} x {config.width}"

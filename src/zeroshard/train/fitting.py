@@ -1,4 +1,4 @@
-"""The way out of a device budget that is too small for a run: the first plan that fits, found by rehearsals."""
+"""The way out of a device budget too small for a run: the first plan that fits, by rehearsals."""
 
 from collections.abc import Iterator
 from dataclasses import replace

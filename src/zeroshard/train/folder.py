@@ -18,15 +18,15 @@ from zeroshard.train.toml_config import dump_toml
 
 LOCK = "run.lock"  # names the process that works in the folder
 STAMP = len("20261122-170000")  # characters of the date in a run folder's name
-SAME = "run.json"  # the options that a later start must share with a run to resume it
+SAME = "run.json"  # options that must be equal to resume the run
 
 
 class RunFolder:
-    """Writes a run's files, on one rank; the other ranks only know the path.
+    """Writes a run's files, on one rank; on the other ranks only the path.
 
     Attributes:
         continued: whether the folder is that of a run that was cut off.
-        split: the cuts of that run between stages, which new measurements of the layers might move.
+        split: that run's cuts between stages, reused because newly measured layer times might move them.
     """
 
     def __init__(self, path: Path, continued: bool, split: Sequence[str]) -> None:
@@ -77,7 +77,7 @@ class RunFolder:
         _replace(self.path / SAME, {**kept, "split": splits})
 
     def write_metrics(self, metrics: dict[str, Any]) -> None:
-        """Append one line."""
+        """Append one line of metrics."""
         if self._metrics is not None:
             self._metrics.write(json.dumps(metrics) + "\n")
         if self._tensorboard is not None:
@@ -92,7 +92,7 @@ class RunFolder:
             (self.path / "memory.json").write_text(json.dumps(content))
 
     def write_prediction(self, content: dict[str, Any]) -> None:
-        """Write the prediction, and the measurements once they are known."""
+        """Write the prediction, later with the measurements."""
         if self._metrics is not None:
             _replace(self.path / "prediction.json", content)
 
@@ -136,7 +136,7 @@ def _new_folder(path: Path) -> Path:
 
 
 def _lock(path: Path, mesh: Mesh) -> None:
-    """Lock a run folder; a link tells the supervisor which one to unlock when no attempt follows.
+    """Lock a run folder; a link to the lock lets the supervisor release it when no attempt follows.
 
     Raises:
         ConfigError: another run works in it.

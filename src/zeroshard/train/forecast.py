@@ -1,6 +1,6 @@
 """The prediction of a run beside measurements of its first steps: memory, bytes on the wire, time.
 
-The prediction is of one rank, whose memory and traffic are compared; the time of a step is that of the slowest rank.
+Memory and traffic are compared on the predicted rank; the time of a step is that of the slowest rank.
 """
 
 import gc
@@ -28,9 +28,9 @@ from zeroshard.text import format_bytes
 STEPS = 20  # before the comparison
 TRACKED, TIMED = 5, 6  # the step whose allocations are tracked; the first step whose time counts
 FEWEST = 8  # steps that are enough to compare
-MEMORY_BAR, TIME_BAR = 0.03, 0.2  # tolerated shares of the prediction; bytes on the wire must be equal
+MEMORY_BAR, TIME_BAR = 0.03, 0.2  # tolerances relative to the prediction; bytes on the wire must be equal
 TIERS = (HostMemory, Disk)  # below the device
-STALLS = ("host link", "host update", "disk")  # causes of waits for what is offloaded
+STALLS = ("host link", "host update", "disk")  # causes of waits for offload
 LIBRARIES = 2**26  # bytes of a GPU's workspaces for matrix products, which predictions count as overhead of the device
 NOT_PREDICTED = (
     *(Purpose.CONTROL, Purpose.SETUP),
@@ -50,7 +50,7 @@ class Measured:
         wire: bytes by purpose, of the last step.
         wall: seconds of a step, the median.
         cpu: CPU time of this process in a step, the median.
-        causes: seconds of a step by cause, the median of each; empty where they cannot be told apart.
+        causes: seconds of a step by cause, the median of each; empty if not measured separately.
         host: bytes by category in host memory after the last step.
         disk: bytes on a disk, likewise.
         stalls: seconds of a step in which the main thread waited for copies between tiers and for host updates.
@@ -195,7 +195,7 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True)
 class ForecastComparison:
-    """Predicted beside measured."""
+    """Predicted and measured numbers, compared."""
 
     prediction: Prediction
     measured: Measured
@@ -269,7 +269,7 @@ class ForecastComparison:
 
     @property
     def _stalls(self) -> dict[str, tuple[float, float]]:
-        """Predicted and measured seconds of waits for what is offloaded; with stages they are not predicted apart."""
+        """Predicted and measured seconds of waits for offload; empty with stages, whose actions include them."""
         if "bubble" in self.prediction.causes:
             return {}
         return _pairs({name: self.prediction.causes.get(name, 0.0) for name in STALLS}, self.measured.stalls)
@@ -332,9 +332,9 @@ class ForecastComparison:
 
 
 def off_device_of(found: Sequence[Any]) -> Callable[[torch.Tensor], bool]:
-    """A test whether a tensor lies in host memory or on a disk, as those do that are reachable from an engine.
+    """A test whether a tensor lies in the host memory or on the disk of the tiers among `found`.
 
-    It also holds for states that an optimizer of torch has made itself, which it keeps by parameter, of those there.
+    It also holds for the states that a torch optimizer made for such parameters.
     """
     tiers = [each for each in found if isinstance(each, TIERS)]
 
@@ -350,7 +350,7 @@ def off_device_of(found: Sequence[Any]) -> Callable[[torch.Tensor], bool]:
 
 
 def reachable(roots: list[Any]) -> Iterator[Any]:
-    """All that is reachable from Python objects, gradients included, but not through classes, modules or globals."""
+    """All objects reachable from `roots`, gradients included, but not through classes, modules or globals."""
     seen: dict[int, Any] = {}
     stack = list(roots)
     while stack:
@@ -373,7 +373,7 @@ def _split_up(engine: Engine, nbytes: int) -> dict[str, int]:
 
 
 def _compared(wire: Mapping[str, int]) -> dict[str, int]:
-    """Bytes by purpose, of the purposes that are predicted and carry any."""
+    """Bytes by purpose, without purposes that are not predicted or carry none."""
     return {purpose: nbytes for purpose, nbytes in wire.items() if nbytes and purpose not in NOT_PREDICTED}
 
 

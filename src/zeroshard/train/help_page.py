@@ -25,7 +25,7 @@ from rich.text import Text
 
 from zeroshard.train.toml_config import group_in
 
-WIDEST = 120  # columns, beyond which lines are hard to read
+WIDEST = 120  # columns of a readable line
 POSITIONAL = get_args(tyro.conf.Positional[int])[1]
 KINDS = {int: "INT", float: "FLOAT", str: "STR", Path: "PATH"}
 NOUNS = {int: "whole number", float: "number", str: "text", Path: "path", type(None): "None"}
@@ -109,14 +109,14 @@ def described_values(hint: Any) -> str:
 
 
 def default_text(value: Any) -> str:
-    """A default as it would be typed; empty for none, for an empty list and for an empty text."""
+    """A default as typed; empty for none, for an empty list and for an empty text."""
     if value is None or value in ((), ""):
         return ""
     return shlex.join(map(str, value)) if isinstance(value, tuple) else shlex.quote(str(value))
 
 
 def _options(cls: Any, config: Any, box: str = "") -> Iterator[OptionHelp]:
-    """Every option of `cls`, groups after the options beside them."""
+    """Every option of `cls`, groups after single options."""
     hints, aliases, later = get_type_hints(cls, include_extras=True), getattr(cls, "ALIASES", {}), []
     sections = getattr(cls, "SECTIONS", {})
     for field in (field for field in dataclasses.fields(cls) if field.init):
@@ -134,7 +134,7 @@ def _options(cls: Any, config: Any, box: str = "") -> Iterator[OptionHelp]:
 
 
 def _settings(group: Any, value: Any, name: str, aliases: Sequence[str]) -> Iterator[OptionHelp]:
-    """The options of a group of settings, of which the first has the name of the group."""
+    """The options of a group of settings; the first has the name of the group."""
     config = value if isinstance(value, group) else group(value)
     box, hints = name.replace("_", "-"), get_type_hints(group, include_extras=True)
     for place, field in enumerate(dataclasses.fields(group)):

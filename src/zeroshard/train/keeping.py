@@ -33,7 +33,7 @@ class Keeping:
     Attributes:
         cursor: the position in the data.
         asked: the signal by which this process was asked to stop; 0 for none.
-        exposed_seconds: seconds that training waited for the newest checkpoint; None once the metrics have them.
+        exposed_seconds: seconds that training waited for the newest checkpoint; None once written to the metrics.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Keeping:
         )
 
     def decide(self, step: int, loss: float, position: int) -> int:
-        """Check the loss of a step, which all ranks know; returns the step at which training goes on.
+        """Check the loss of a step, equal on all ranks; returns the step at which training goes on.
 
         Args:
             step: the number of steps taken, this one included.
@@ -219,10 +219,10 @@ def _check_corpus(extra: dict[str, Any], corpus: Corpus) -> None:
 
 
 class Cursor:
-    """Hands out the numbers of samples in order, each once, except those that are to be left out.
+    """Gives the numbers of samples in order, each once, except those left out.
 
     Attributes:
-        position: the next sample to look at; all before it have been taken or left out.
+        position: the next sample; all before it have been taken or left out.
     """
 
     def __init__(self) -> None:
@@ -262,11 +262,11 @@ class Cursor:
         self._left_out = merged
 
     def state(self) -> dict[str, Any]:
-        """The position and what is left out, in plain JSON values."""
+        """The position and the intervals left out, in plain JSON values."""
         return {"position": self.position, "left_out": [list(interval) for interval in self._left_out]}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state` returned, in another process."""
+        """Restore a `state` of another process."""
         self.rewind(state)
         self._left_out = [(int(start), int(stop)) for start, stop in state["left_out"]]
 

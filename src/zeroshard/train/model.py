@@ -1,4 +1,4 @@
-"""Which model a run trains: a built-in size, or a Hugging Face configuration on disk."""
+"""The model of a run: a built-in size, or a Hugging Face configuration on disk."""
 
 import contextlib
 import dataclasses
@@ -18,7 +18,7 @@ from zeroshard.train.gpt import GPT, SIZES
 
 @dataclasses.dataclass(frozen=True)
 class BuiltModel:
-    """A model to train from scratch, and how to ask it for a loss or for logits."""
+    """A model to train from scratch, with the calls that return its loss or its logits."""
 
     module: nn.Module
     """On the meta device when built-in; on the CPU, with its values drawn, when from Hugging Face."""
@@ -59,7 +59,7 @@ def build_model(
     A built-in size takes the `context` and `dropout` asked for, and as many tokens as it or the tokenizer has,
     whichever is more. A Hugging Face model is the unmodified class of the configuration, trained from scratch:
     weights beside the configuration are not read, nor is the network. Its values come from torch's global
-    generator, so seed that alike on every rank. Mixtures of experts replace feed-forward layers where they are asked
+    generator, so seed it equally on every rank. Mixtures of experts replace feed-forward layers where they are asked
     for.
 
     Raises:
@@ -102,7 +102,7 @@ def _hugging_face(path: Path, vocabulary: int, context: int) -> nn.Module:
     with _refusals(file):
         config = transformers.AutoConfig.from_pretrained(str(file), local_files_only=True, trust_remote_code=False)
     _check_size(config, file, vocabulary, context)
-    config.use_cache = False  # keys and values of past tokens would only be kept alive beside the activations
+    config.use_cache = False  # a cache of keys and values would take memory besides the activations
     with _refusals(file):
         # Not on meta: there the buffers that no state dict holds (rotary frequencies, masks) would be lost, and
         # `_init_weights` of a module may set parameters of its children, so modules cannot be drawn one at a time.

@@ -20,14 +20,14 @@ OTHERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "sm3": optim.SM3,
     "soap": optim.SOAP,
 }
-WITH_BETAS = ("adam8bit", "adamw8bit", "lamb")  # of Adam's kind; the others have decays of their own
+WITH_BETAS = ("adam8bit", "adamw8bit", "lamb")  # Adam variants; the others have their own decay rates
 
 
 def make_optimizer(config: TrainConfig, model: nn.Module, device: torch.device | None = None) -> torch.optim.Optimizer:
     """The optimizer that the options ask for, over a model's parameters.
 
     Args:
-        device: of the training; not known where it is planned, for which torch's fused update costs what ours does.
+        device: of the training; None in the planner, where torch's fused update costs as much as ours.
     """
     rate, betas = config.learning_rate, (0.9, config.beta2)
     groups = decay_groups(model, config.weight_decay)
@@ -55,7 +55,7 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 
 
 def _muon_groups(model: nn.Module, weight_decay: float) -> Iterator[dict[str, Any]]:
-    """The groups of `muon_groups`, in which vectors do not decay."""
+    """The groups of `muon_groups`, without decay of vectors."""
     for group in optim.muon_groups(model):
         members = [parameter for _, parameter in group["params"]]
         for decay, params in (

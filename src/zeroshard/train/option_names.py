@@ -20,7 +20,7 @@ VALUE = r"'[^']*'|\"[^\"]*\"|\([^()]*\)|\[[^\[\]]*\]|\{[^{}]*\}|-?\d[\d.]*\d(?:e
 CLASSES = {"Plan": "", **{kind.__name__: name for name, kind in GROUPS.items()}}
 CALL = re.compile(rf"(?:\b\w+=)?(?:\bzs\.)?\b({'|'.join(CLASSES)})(?=\()")
 IS, TO = r"is|has|names|gives|needs|must", r"to|out|a multiple|or"
-PHRASES = (  # of errors, as regular expressions; what they are on the command line; an option that must be there
+PHRASES = (  # pattern in an error, its text on the command line, an option that must exist
     (r"start a multiple of (\d+) ranks", r"start a multiple of \1 ranks (RANKS \1)", "ranks"),
     (r"needs (\d+) ranks and there are \d+; start as many", r"\g<0> (RANKS \1)", "ranks"),
     (r"Put zs\.moe\.MoE into it, or let zs\.moe\.replace_ffn\(model\) do so", "Let --experts N make some", "experts"),
@@ -96,7 +96,7 @@ def _flags(cls: Any) -> dict[str, str]:
 
 
 def _fields(cls: Any) -> Iterator[tuple[str, Any, Sequence[str]]]:
-    """(name, its group or None, other options for it) of every field, those of classes inside too."""
+    """(name, its group or None, aliases) of every field, nested classes included."""
     hints, aliases = get_type_hints(cls), getattr(cls, "ALIASES", {})
     for field in (field for field in dataclasses.fields(cls) if field.init):
         hint = hints[field.name]
@@ -107,7 +107,7 @@ def _fields(cls: Any) -> Iterator[tuple[str, Any, Sequence[str]]]:
 
 
 def _without_calls(text: str, names: Mapping[str, str], flags: Mapping[str, str]) -> str:
-    """A text in which groups of settings are options, and not calls of their classes."""
+    """A text with options in the place of calls of the settings' classes."""
     while found := CALL.search(text):
         end = next((at for at in range(found.end(), len(text) + 1) if _parsed(text[found.start(1) : at])), None)
         call = None if end is None else _parsed(text[found.start(1) : end])
@@ -132,7 +132,7 @@ def _parsed(code: str) -> ast.Call | None:
 
 
 def _literal(code: str) -> Any:
-    """A value as it is written; what is no literal, such as a word, is itself."""
+    """A value from its literal; text that is no literal, such as a word, is returned as it is."""
     try:
         return ast.literal_eval(code)
     except (SyntaxError, ValueError):
@@ -140,7 +140,7 @@ def _literal(code: str) -> Any:
 
 
 def _written(option: str, value: Any) -> str:
-    """An option with its value, as it is typed."""
+    """An option with its value, as typed."""
     if value is True:
         return option
     if value is ...:

@@ -77,7 +77,7 @@ def _refuse_elsewhere(cls: Any, argv: Sequence[str]) -> None:
 
 
 class _Options:
-    """Options that were read, of which `chosen` makes an instance of their class."""
+    """Parsed options; `chosen` makes an instance of their class."""
 
     made: Any
 
@@ -117,7 +117,7 @@ def _options_of(cls: Any) -> Any:
 
 @cache
 def _settings_of(group: Any, name: str, aliases: tuple[str, ...]) -> Any:
-    """The options of a group, of which the first has the name of the group."""
+    """The options of a group; the first has the name of the group."""
     hints = get_type_hints(group, include_extras=True)
     first, *others = dataclasses.fields(group)
     group_name = tyro.conf.arg(name=name.replace("_", "-"), prefix_name=False)
@@ -132,7 +132,7 @@ def _settings_of(group: Any, name: str, aliases: tuple[str, ...]) -> Any:
 
 
 def _described(hint: Any, aliases: tuple[str, ...] = ()) -> Any:
-    """The type of an option with its other names, and with its values and its default as the help shows them."""
+    """The type of an option with its aliases, and its values and default as the help shows them."""
     if hint is bool:
         return Annotated[hint, tyro.conf.arg(help_behavior_hint=_default_hint, aliases=aliases or None)]
     kind = None if POSITIONAL in get_args(hint) else kind_of(hint)
@@ -159,12 +159,12 @@ def _explained(hint: Any) -> Any:
 
 
 def _default_hint(text: str) -> str:
-    """A default behind the meaning of an option."""
+    """A default, appended to the meaning of an option."""
     return "" if text in ("None", "", "''") else f"(default: {text})"
 
 
 def _default(field: "dataclasses.Field[Any]", options: Any) -> Any:
-    """The options that give the default of a field."""
+    """The command-line options of a field's default."""
     usual = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
     return _spelled_out(usual, options)
 

@@ -1,6 +1,6 @@
-"""The plan of a run, before it begins: the fastest that fits, that of a resumed run, or the given plan, predicted.
+"""The plan of a run before it begins: the fastest that fits, a resumed run's, or the given plan, with a prediction.
 
-Rank 0 plans, and all ranks get the same.
+Rank 0 plans for all ranks.
 """
 
 import json
@@ -86,7 +86,7 @@ def _tell(lines: Sequence[str]) -> None:
 
 
 def _rows(config: TrainConfig, mesh: Mesh) -> int:
-    """Rows of one step, all data ranks together."""
+    """Rows of one step, over all data ranks."""
     if config.planning == "auto":
         return config.batch_per_rank * mesh.ranks
     return config.batch_per_rank * data_ranks_of(config.plan, mesh.ranks)
@@ -114,7 +114,7 @@ def _answer(config: TrainConfig, mesh: Mesh, profile: Path | None, say: Say) -> 
 
 
 def _kept(config: TrainConfig, mesh: Mesh) -> tuple[Path, Plan] | None:
-    """The run to resume, and its plan with the options of this start; None if its ranks or rows were others."""
+    """The run to resume, and its plan with the options of this start; None if its ranks or rows differ."""
     folder = unfinished(config)
     if folder is None and isinstance(config.resume, Path):
         folder = next((path for path in (config.resume, *config.resume.parents) if (path / SAME).is_file()), None)

@@ -42,7 +42,7 @@ class Exposed:
         return {"exposed_seconds": seconds, "guesses_taken": taken, "guesses_undone": undone}
 
     def summary(self) -> dict[str, Any]:
-        """The costs of all steps together."""
+        """The costs summed over all steps."""
         if not self._steps:
             return {}
         taken, undone = self._speculation_counts
@@ -70,7 +70,7 @@ def _short(seconds: float) -> str:
 
 
 class Progress:
-    """Shows step, remaining time, loss, speed, gradient norm and memory of a run in one line that is kept up to date.
+    """Shows step, remaining time, loss, speed, gradient norm and memory of a run in one updated line.
 
     In a terminal that is too narrow for all, the last are left out first: step, remaining time and loss always stay.
     """
@@ -148,7 +148,7 @@ class Progress:
 
 
 class _Line(ProgressColumn):
-    """The parts of a step that fit into the width, and a bar where there is room."""
+    """The parts of a step that fit into the width, and a bar if there is room."""
 
     max_refresh = 0.2
 
@@ -158,7 +158,7 @@ class _Line(ProgressColumn):
 
 @dataclass(frozen=True, slots=True)
 class _Fitting:
-    """Parts of a line, the most important first, of which those are shown that fit into the console's width.
+    """Parts of a line, the most important first; shown as far as they fit into the console's width.
 
     Attributes:
         done: share of the steps, for the bar.
@@ -175,7 +175,7 @@ class _Fitting:
 
 
 def fitting(parts: Sequence[str], width: int, done: float) -> str:
-    """As many of the parts as fit into `width` characters, from the first on, and a bar if all fit beside it."""
+    """The first parts that fit into `width` characters, and a bar if all parts and the bar fit."""
     line, *others = parts
     for part in others:
         if len(line) + len(part) > width:

@@ -39,11 +39,11 @@ from zeroshard.train.trace import OffloadTrace, write_timeline
 from zeroshard.units.materialise import seed_of
 from zeroshard.version import __version__
 
-RECORDED_STEP = 3  # buffers have settled by then
+RECORDED_STEP = 3  # buffers are allocated by then
 AGAIN = "--resume auto"
 STOP_EVERY = 8  # steps between agreements on requests to stop, where a step does not synchronise all ranks
 STEP_REPORT = struct.Struct("<ddB")  # a rank's loss, its busy seconds, and the signal by which it was asked to stop
-TRACED_STEPS = {True: 3, False: 1}  # several under a schedule that never flushes (True), else one
+TRACED_STEPS = {True: 3, False: 1}  # by whether the schedule never flushes
 TRACED_OFFLOADED = 2  # under offload, whose copies may go on into the next step
 
 
@@ -92,7 +92,7 @@ class _Done:
     """The outcome of a step that ranks agree on.
 
     Attributes:
-        loss: mean over all data ranks in nats per token; None on ranks that do not know it.
+        loss: mean over all data ranks in nats per token; None on ranks without it.
         stop: the signal by which a rank was asked to stop; 0 for none.
         loads: readings of the mixtures of experts of all stages, by layer.
     """
@@ -127,7 +127,7 @@ class Run:
             plan = plan.with_settings({"pipeline_parallel.split": self.folder.split})
         optimizer = make_optimizer(config, self.built.module, mesh.device)
         self.engine = Engine(self.built.module, optimizer, plan, mesh=mesh, example=self._example())
-        batch = mesh.rank // together_of(plan, mesh.ranks)  # dropout differs between ranks that have other rows
+        batch = mesh.rank // together_of(plan, mesh.ranks)  # dropout differs between ranks with different rows
         torch.manual_seed(seed_of(config.plan.seed, "rank", batch))
         if self.engine.reports:
             self.folder.open(config, self.engine.split)
@@ -198,7 +198,7 @@ class Run:
         return forecast
 
     def _compare(self, step: int, forecast: Forecast) -> None:
-        """Show and store predicted beside measured numbers."""
+        """Show and store predicted and measured numbers."""
         comparison = forecast.compare()
         for line in (*comparison.lines, *(f"warning: {warning}" for warning in comparison.warnings)):
             self.progress.note(line)
@@ -208,7 +208,7 @@ class Run:
         self.folder.write_metrics({"step": step, **comparison.metrics()})
 
     def _between_steps(self, step: int, stop: int) -> None:
-        """Do the tasks due after `step` steps; validation comes before a stop, so that a resumed run has it too."""
+        """Run the tasks due after `step` steps; validation precedes a stop, so that a resumed run has it too."""
         config = self.config
         if self._forecast is not None and self._forecast.due:
             self._compare(step, self._forecast)
@@ -325,7 +325,7 @@ class Run:
     def _agree(self, step: int, loss: float | None, busy: float) -> "_Done":
         """Agree on the mean loss of a step and on requests to stop; warn of slow ranks by their busy seconds."""
         engine, keeping = self.engine, self.keeping
-        if self.config.plan.streams:  # its stages are at different places, and only the last one knows the loss
+        if self.config.plan.streams:  # its stages are at different microbatches, and only the last one has the loss
             stop = 0
             if (step + 1) % STOP_EVERY == 0:
                 stop = max(map(max, engine.world.agree(bytes([keeping.asked]), f"requests in step {step + 1}")))
@@ -368,7 +368,7 @@ class Run:
         return loss
 
     def _phase(self, text: str) -> None:
-        """Tell the supervisor the phase of this rank, which counts as progress."""
+        """Report this rank's phase to the supervisor, which counts it as progress."""
         if self.engine.mesh.heartbeat is not None:
             self.engine.mesh.heartbeat.phase(text)
 

@@ -26,7 +26,7 @@ def language_task(config: TrainConfig, rows: int) -> TrainingTask:
     """The task of `zeroshard train` with these options.
 
     Args:
-        rows: of one step, all data ranks together.
+        rows: of one step, over all data ranks.
 
     Raises:
         ModelError: there is no such model, or it cannot be built.
@@ -46,7 +46,7 @@ def own_task(config: TrainConfig, rows: int, batch_of: str | None = None) -> Tra
 
     Args:
         config: `model` is `module:function`, of a function without arguments.
-        rows: of one step, all data ranks together.
+        rows: of one step, over all data ranks.
         batch_of: `module:function`, of a function from a number of rows to a batch as the engine takes it; a language
             model of this package or of transformers needs none.
 
@@ -59,7 +59,7 @@ def own_task(config: TrainConfig, rows: int, batch_of: str | None = None) -> Tra
         try:
             module = build()
         except Exception:
-            build = factory  # it reads values or moves to a device, and in the planner tensors have no values anyway
+            build = factory  # it reads values or moves to a device; the planner's tensors have no values
             module = _called(config.model, factory)
         if not isinstance(module, nn.Module):
             raise ModelError(

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 else:
     Config = TypeVar("Config")
 
-NONE = "None"  # how an absent value is written in a file, as on the command line
+NONE = "None"  # an absent value in a file, as on the command line
 _PLAIN = {bool: "true or false", int: "a whole number", float: "a number", str: "a string", Path: "a path as a string"}
 _MISMATCH = object()
 
@@ -59,7 +59,7 @@ def load_toml(path: Path, cls: type[Config]) -> Config:
 def dump_toml(config: "DataclassInstance", path: Path) -> None:
     """Write all options to `path`, groups as tables, so that `load_toml` gives an equal `config`.
 
-    TOML knows no None: such an option is left out where that is its default, and otherwise written as "None".
+    TOML has no None: such an option is left out if None is its default, otherwise written as "None".
     """
     path.write_text(tomli_w.dumps(_table(config)), encoding="utf-8")
 
@@ -214,7 +214,7 @@ def _spell(hint: Any) -> str:
 
 
 def _table(config: Any, usual: Any = None) -> dict[str, Any]:
-    """`config` as TOML values; `usual`: the default of its group, which gives a reader the options left out."""
+    """`config` as TOML values; a None is written unless `usual`, the default of its group, has it too."""
     table: dict[str, Any] = {}
     for field in (field for field in dataclasses.fields(config) if field.init):
         value = getattr(config, field.name)

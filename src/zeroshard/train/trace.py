@@ -1,4 +1,4 @@
-"""Timelines of a few steps as they ran: of a pipeline, beside a simulation from the same times; of offload, beside the
+"""Measured timelines of a few steps: of a pipeline, beside a simulation from the same times; of offload, beside the
 exposed seconds.
 """
 
@@ -49,7 +49,7 @@ def write_timeline(folder: Path, engine: Engine, spans: list[Span], steps: int, 
 
 
 class OffloadTrace:
-    """The times of copies, host jobs and computes in offloaded steps of this rank."""
+    """Times of copies, host jobs and computes in this rank's offloaded steps."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
