@@ -32,7 +32,7 @@ STEP = re.compile(r"step-(\d+)")
 ASIDE = re.compile(r".+\.bad(-\d+)?")
 LEFT_OVER = re.compile(r".+\.(tmp-[0-9a-f]+|gone-.+)")
 DEPTH = 3  # folders from runs/ down to a checkpoint
-SHORT = 240  # letters of a fact
+SHORT = 240  # characters of a fact
 ROWS = 24  # of facts that differ
 ADAM, HALF = 12, 2  # bytes per parameter: fp32 weights and Adam's two states; 16-bit weights
 
@@ -89,7 +89,7 @@ class Listed:
     Attributes:
         nbytes: of all its files.
         age: seconds since it was written.
-        state: whole (as far as the headers and one block of each file tell), damaged, put aside, or left over.
+        state: whole (by the headers and one block of each file), damaged, put aside, or left over.
         problem: the first problem found, or None.
     """
 
@@ -316,13 +316,13 @@ def _table(left: Sequence[str], right: Sequence[str] = ()) -> Table:
 
 
 def _show(console: Console, title: str, table: Table) -> None:
-    """A table under its title, which may be wider."""
+    """Print a table under its title, which may be wider."""
     console.print(title, markup=False, soft_wrap=True)
     console.print(table)
 
 
 def _described(key: str, value: Any) -> str:
-    """A fact in a line or two."""
+    """A fact in one or two lines."""
     if key == "optimizer" and isinstance(value.get("groups"), list):
         return _shortened(
             f"{value.get('class')}, {_many(len(value['groups']), 'group')}: {json.dumps(value['groups'])}"

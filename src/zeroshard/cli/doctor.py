@@ -19,7 +19,7 @@ from zeroshard.report.plain_table import plain_table
 from zeroshard.text import format_bytes
 
 COLOURS = {"ok": "green", "warning": "yellow", "error": "bold red"}
-WIDTHS = (len("warning"), len("measuring network"))  # alike in both tables of findings
+WIDTHS = (len("warning"), len("measuring network"))  # equal in both tables of findings
 PROBLEMS = {
     "network": "See the findings on network and hostname; on a busy machine, try again later.",
     "shared": "Ranks of this machine send instead; see the finding on shared memory.",
@@ -52,7 +52,7 @@ def run_doctor(argv: Sequence[str], environment: Mapping[str, str], effort: Effo
 
     Args:
         environment: the process's variables.
-        effort: how much to measure.
+        effort: extent of the measurements.
 
     Raises:
         ConfigError: options that do not combine, or a path that is no folder.

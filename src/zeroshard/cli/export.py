@@ -91,7 +91,7 @@ def planned(reader: Reader, dtype: torch.dtype | None, most: int) -> Export:
         most: bytes in a file.
     """
     config, tied = reader.facts.get("config"), reader.facts.get("tied")
-    config = config if isinstance(config, dict) else None  # other programs may write any facts
+    config = config if isinstance(config, dict) else None  # other programs may write other facts
     sources = {name: f"{kind}:{name}" for kind in ("weight", "buffer") for name in reader.names(kind)}
     if config is None and isinstance(tied, dict):
         sources |= {name: sources[str(first)] for name, first in tied.items() if str(first) in sources}
@@ -105,7 +105,7 @@ def planned(reader: Reader, dtype: torch.dtype | None, most: int) -> Export:
             places[part.name] = source, part.start
     if config is not None:
         floating = {slot.dtype for slot in slots if slot.dtype.is_floating_point}
-        if len(floating) == 1:  # else the configuration's own stays
+        if len(floating) == 1:  # otherwise the configuration's own
             config = {**config, "dtype": str(floating.pop()).removeprefix("torch.")}
     parts: list[list[Slot]] = [[]]
     nbytes = 0
@@ -121,7 +121,7 @@ def planned(reader: Reader, dtype: torch.dtype | None, most: int) -> Export:
 
 
 def write_export(export: Export, reader: Reader, out: Path) -> None:
-    """Write all files into a folder of another name, and rename it; one tensor is in memory at a time.
+    """Write all files into a temporary folder, and rename it; one tensor is in memory at a time.
 
     Raises:
         CheckpointError: the folder cannot be written, or a value does not fit the dtype. DamagedError: the checkpoint
@@ -158,7 +158,7 @@ def write_export(export: Export, reader: Reader, out: Path) -> None:
 def _values(
     slots: list[Slot], sources: dict[str, tuple[str, int]], reader: Reader, buffer: torch.Tensor
 ) -> Iterator[torch.Tensor]:
-    """The values of tensors one after the other, all in the same buffer."""
+    """The values of the tensors in turn, in one buffer."""
     for slot in slots:
         values = buffer[: slot.nbytes].view(slot.dtype)
         source, start = sources[slot.key]

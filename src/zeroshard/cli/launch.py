@@ -20,11 +20,11 @@ from zeroshard.text import parse_bytes
 
 STOPPED, WRONG = 75, 2  # exit codes of a run: saved on request, and wrong options, data or model
 MEBI = 2**20
-MARGIN = 10  # seconds for the supervisor to end after its ranks
-# names on a cluster, of characters that need no quotes
+MARGIN = 10  # seconds between the ends of the ranks and of the supervisor
+# names on a cluster, without characters that need quotes
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 NAMES = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(,[A-Za-z0-9][A-Za-z0-9_.-]*)*")
-LABEL = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")  # RFC 1035, as a Service wants it
+LABEL = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")  # RFC 1035, as a Service requires it
 DOTTED_LABELS = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?")
 IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*")
 PROGRAM = re.compile(r"[^-].*")  # not an option
@@ -250,7 +250,7 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def resuming(job: Sequence[str]) -> list[str]:
-    """The command with the options by which a job that is started again resumes.
+    """The command with the options by which a restarted job resumes.
 
     Raises:
         ConfigError: no command that can be supervised, one that would not resume, or one with unprintable characters.
@@ -310,7 +310,7 @@ def _for_shell(value: Any) -> str:
 
 
 def _rendered(options: JobOptions, quoted: Callable[[Any], str], **more: Any) -> str:
-    """The template with the options filled in; `quoted` writes every value, so that none can end its quotes."""
+    """The template with the options filled in; `quoted` escapes every value, so that none can end its quotes."""
     environment = jinja2.Environment(
         finalize=quoted,
         undefined=jinja2.StrictUndefined,

@@ -39,7 +39,7 @@ USAGE = """zeroshard trains PyTorch models that do not fit: on many devices or o
 zeroshard COMMAND --help lists the options of a command, those of a first run where there are many, and --help-all
 lists all; zeroshard --version says the version."""
 
-OPTIONS = {  # classes of the options whose names errors of the package are put in
+OPTIONS = {  # option classes whose names replace settings in error messages
     "train": "zeroshard.train.config:TrainConfig",
     "verify": "zeroshard.cli.verify:VerificationOptions",
     "simulate": "zeroshard.cli.simulate:SimulateOptions",
@@ -48,7 +48,7 @@ OPTIONS = {  # classes of the options whose names errors of the package are put 
     "profile": "zeroshard.cli.profile:ProfileOptions",
     "doctor": "zeroshard.cli.doctor:DoctorOptions",
 }
-AGAIN = "ZEROSHARD_AGAIN"  # variable with the command that resumes a run, for the ranks that are started
+AGAIN = "ZEROSHARD_AGAIN"  # variable with the command that resumes a run, for the started ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,12 +138,12 @@ def _ended_by_interrupt() -> Iterator[None]:
 
 
 def _train_options(argv: list[str]) -> "TrainConfig":
-    """The options; torch is not loaded for them, because the process that starts the ranks does not use it."""
+    """The options, parsed without loading torch, which the process that starts the ranks does not use."""
     from zeroshard.train.config import TrainConfig
     from zeroshard.train.options import parse
 
     with open(os.devnull, "w") as null, contextlib.ExitStack() as stack:
-        if os.environ.get("RANK", "0") != "0":  # every rank parses the same options; only rank 0 prints
+        if os.environ.get("RANK", "0") != "0":  # all ranks parse the same options; only rank 0 prints
             stack.enter_context(contextlib.redirect_stdout(null))
             stack.enter_context(contextlib.redirect_stderr(null))
         return parse(TrainConfig, argv, "zeroshard train")

@@ -118,7 +118,7 @@ def _split(layers: Sequence[LayerCost], cluster: Cluster, options: PartitionOpti
 
 
 def _rival(name: str, layers: Sequence[LayerCost], cluster: Cluster, options: PartitionOptions) -> Rival:
-    """The best of its kind that fits, or else the fastest, whatever its memory."""
+    """The best of its kind that fits, else the fastest with any memory."""
     limits = Cluster.flat(1, math.inf, cluster.memory_bytes) if name == "one device" else cluster
     reason = ""
     for limited in (limits, replace(limits, memory_bytes=None)):

@@ -52,8 +52,8 @@ from zeroshard.zero.byte_formulas import state_bytes
 THIS_MACHINE, MODEL = "this machine", "tiny"
 FILE_COLUMNS = 120
 WIDEST = 120  # of a picture
-BETWEEN_LINES = 10.0  # seconds, where there is no terminal
-ROWS, SEQUENCE = 4, 1024  # per device; tokens where the model does not say
+BETWEEN_LINES = 10.0  # seconds, without a terminal
+ROWS, SEQUENCE = 4, 1024  # rows per device; tokens for a model without a context length
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""One rank of the main job: from its place in the world to its exit code.
+"""One rank of the main job: from its environment to its exit code.
 
 When a rank fails, it announces its error to the others before it exits. The first rank to fail prints its error; the
 others, whose collectives break a moment later, print nothing, so that the cause is the last thing on the screen.
@@ -38,10 +38,10 @@ from zeroshard.train.config import TrainConfig
 from zeroshard.train.option_names import in_options
 from zeroshard.train.run import run
 
-MOST_LAYERS = 8  # of a rank; of more, only some are named
+MOST_LAYERS = 8  # most layers of a rank whose names are all printed
 WRONG_INPUT = (ConfigError, DataError, ModelError, OptimizerError, PlanError)
-STOPPED = 75  # exit code, EX_TEMPFAIL of sysexits.h: start again to go on
-INTERRUPTED = 128 + signal.SIGINT  # exit code after Ctrl-C, as shells have it
+STOPPED = 75  # exit code, EX_TEMPFAIL of sysexits.h: restart to continue
+INTERRUPTED = 128 + signal.SIGINT  # exit code after Ctrl-C, as in shells
 
 
 def run_rank(config: TrainConfig, again: str) -> None:
@@ -54,7 +54,7 @@ def run_rank(config: TrainConfig, again: str) -> None:
     """
     mesh: Mesh | None = None
     if "TORCHELASTIC_RUN_ID" in os.environ and "ZEROSHARD_HEARTBEAT" not in os.environ:
-        die_with(os.getppid(), signal.SIGTERM)  # save and end when torchrun has died
+        die_with(os.getppid(), signal.SIGTERM)  # save and exit when torchrun dies
     try:
         mesh = init_mesh(config.plan.timeout, None if config.device == "auto" else config.device)
         done = run(config, mesh, again=again)
@@ -119,14 +119,14 @@ def _in_options(error: BaseException) -> str:
 
 
 def _stop(stopped: Stopped, mesh: Mesh | None) -> NoReturn:
-    """Exit after a request to stop, once all ranks are here: ranks still at work would see a connection break."""
+    """Exit after a request to stop, once all ranks arrive: a running rank would see a broken connection."""
     if mesh is not None:
         with contextlib.suppress(CommError):
             Comm(mesh).agree(b"\0", "end of the run")
     if mesh is None or mesh.rank == 0:
         print(f"zeroshard: {stopped}", file=sys.stderr)
     _flush()
-    supervised = mesh is not None and mesh.heartbeat is not None  # the supervisor knows the signal
+    supervised = mesh is not None and mesh.heartbeat is not None  # the supervisor has the signal
     os._exit(INTERRUPTED if stopped.signal == signal.SIGINT and not supervised else STOPPED)
 
 
@@ -150,7 +150,7 @@ def _is_first(error: BaseException, mesh: Mesh | None) -> bool:
         return os.environ.get("RANK", "0") == "0"
     try:
         return announce_failure(mesh, error)
-    except Exception:  # the store is gone with the launcher; better twice than never
+    except Exception:  # the store is gone with the launcher; print rather twice than never
         return True
 
 

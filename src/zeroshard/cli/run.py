@@ -91,7 +91,7 @@ def run_supervised(argv: Sequence[str]) -> None:
 def run_ranks(ranks: int, argv: Sequence[str]) -> None:
     """Train on `ranks` processes of this machine, and exit with their code.
 
-    They are started once and have no time limit but the timeout of their collectives.
+    They are started once, without a time limit besides the timeout of their collectives.
     """
     from zeroshard.supervisor import Job, Limits, Node, set_threads, supervise
 
@@ -102,7 +102,7 @@ def run_ranks(ranks: int, argv: Sequence[str]) -> None:
 
 
 def resuming(start: Sequence[str], job: Sequence[str], threads: str | None = None) -> str:
-    """The command that resumes a run, as a shell takes it: options as they were, and `--resume auto`.
+    """The shell command that resumes a run: the same options, and `--resume auto`.
 
     Args:
         start: the command that started the program, up to and with `train`.
@@ -115,7 +115,7 @@ def resuming(start: Sequence[str], job: Sequence[str], threads: str | None = Non
 
 
 def program() -> list[str]:
-    """The command that started this program, as a shell finds it."""
+    """The shell command that started this program."""
     script = Path(sys.argv[0])
     if script.name != "__main__.py":
         return [script.name] if shutil.which(script.name) == str(script) else [str(script)]

@@ -31,7 +31,7 @@ from zeroshard.train.options import parse
 STAGES, FORWARD_MS, BACKWARD_MS = 4, 1.0, 2.0
 EACH = tuple(name for name in SCHEDULES if name != "pipedream-flush")  # which is 1f1b
 STEPS, STEPS_BESIDE_OTHERS = 4, 3  # of a stream, so that its steady state shows
-MOST, MOST_RANKS = 500_000, 1024  # forwards and backwards, and ranks, that take seconds to simulate
+MOST, MOST_RANKS = 500_000, 1024  # most forwards and backwards, and ranks, to simulate within seconds
 FILE_COLUMNS = 120  # of the table where it is not shown on a terminal
 
 
@@ -129,7 +129,7 @@ class Simulated:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """The figures that stand beside the picture."""
+        """The figures beside the picture."""
         run, most = self.simulation, max(peak.in_flight for peak in self.peaks)
         versions = max(peak.weight_versions for peak in self.peaks)
         notes = [f"step {_time(self.step_seconds)}", f"bubble {run.bubble_fraction:.1%}"]
@@ -214,7 +214,7 @@ def run(argv: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """Without garbage collection, which would look again and again at hundreds of thousands of actions, all in use."""
+    """Pause garbage collection, which would traverse hundreds of thousands of live actions again and again."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -225,7 +225,7 @@ def _no_collection() -> Iterator[None]:
 
 
 def _check(options: SimulateOptions) -> None:
-    """Refuse options that do not go together."""
+    """Refuse options that do not combine."""
     for option in fields(options):
         value = getattr(options, option.name)
         if isinstance(value, float) and not 0 <= value < math.inf:
@@ -272,7 +272,7 @@ def _simulated(options: SimulateOptions, name: str) -> Simulated:
 
 
 def _check_size(pipeline: PipelineSchedule, steps: int) -> None:
-    """Refuse what would take minutes and gigabytes.
+    """Refuse simulations of minutes and gigabytes.
 
     Raises:
         ConfigError: with the setting that alone brings it down, and its largest value.

@@ -77,7 +77,7 @@ class VerificationOptions:
 
     @property
     def own(self) -> bool:
-        """Whether the model comes from a function of the user's."""
+        """Whether the model comes from a function of the user's code."""
         return ":" in self.model and not Path(self.model).exists()
 
 
@@ -97,7 +97,7 @@ def run_verify(argv: Sequence[str]) -> None:
 
 
 def verified(options: VerificationOptions) -> Verification:
-    """The verdict on what the options name.
+    """The verdict on the options' model and plan.
 
     Raises:
         ZeroshardError: as `run_verify`.
@@ -129,17 +129,17 @@ def verified(options: VerificationOptions) -> Verification:
 
 
 def narrow_gpt(config: GPTConfig, plan: Plan) -> GPTConfig:
-    """A built-in size in small: two heads, and as many layers as the plan can cut."""
+    """A built-in size narrowed: two heads, and the fewest layers that the plan can cut."""
     heads = min(2, config.heads)
     return GPTConfig(VOCABULARY, ROW, HEAD * heads, heads, min(config.layers, depth(plan)))
 
 
 def build_gpt(config: GPTConfig) -> nn.Module:
-    """The built-in model with values."""
+    """The built-in model, initialised."""
     return GPT(config)
 
 
 def gpt_batch(rows: int) -> dict[str, Tensor]:
-    """Random tokens [rows, 16] and those that follow them."""
+    """Random tokens [rows, 16] and their targets."""
     tokens = torch.randint(VOCABULARY, (rows, ROW + 1), generator=torch.Generator().manual_seed(1))
     return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}

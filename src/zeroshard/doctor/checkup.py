@@ -13,8 +13,8 @@ from zeroshard.text import format_bytes
 TESTED_PYTHON = (3, 11)
 TESTED_TORCH = (2, 13)
 NEEDED_NUMPY = (1, 26)
-SHARED_MEMORY = 2**30  # bytes; containers come with 64 MiB, which few models fit in
-FILES_PER_RANK = 4  # sockets that a process opens to each other rank: one per group that it is in
+SHARED_MEMORY = 2**30  # bytes; containers have 64 MiB by default, too little for most models
+FILES_PER_RANK = 4  # sockets of a process to each other rank: one per process group
 OPEN_FILES = 1024
 PROCESSES = 1024
 DISK_ERROR, DISK_WARNING = 2**30, 10 * 2**30  # bytes

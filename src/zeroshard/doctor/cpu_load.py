@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-WIDTH, COPIED = 256, 2**21  # of the matrices; elements of a copy, more than the caches hold
+WIDTH, COPIED = 256, 2**21  # of the matrices; elements of a copy, larger than the caches
 
 
 @contextmanager
@@ -21,12 +21,12 @@ def busy_cpus(count: int) -> Iterator[None]:
             stack.callback(process.wait)
             stack.callback(process.kill)
             assert process.stdout is not None
-            process.stdout.readline()  # it has begun
+            process.stdout.readline()  # the process has begun
         yield
 
 
 def work() -> None:
-    """Compute until the other end of standard input is closed."""
+    """Compute until the parent closes standard input."""
     torch.set_num_threads(1)
     a, b = torch.randn(4 * WIDTH, WIDTH), torch.randn(WIDTH, 4 * WIDTH)
     source, into = torch.zeros(COPIED), torch.zeros(COPIED)

@@ -1,4 +1,4 @@
-"""Facts about this machine and this Python on which training depends; `checkup` makes findings of them."""
+"""Facts about this machine and this Python on which training depends; `checkup` turns them into findings."""
 
 import importlib.metadata
 import os
@@ -50,7 +50,7 @@ class Facts:
         hostname: of this machine.
         address: to which the hostname resolves.
         compiler: the path of a C++ compiler.
-        disk: the folder that runs would be kept in.
+        disk: the folder of runs.
         disk_free: bytes free there.
         variables: of the environment, those in `VARIABLES`.
     """
@@ -99,7 +99,7 @@ def gather_facts(environment: Mapping[str, str], disk: Path) -> Facts:
 
     Args:
         environment: the process's variables.
-        disk: a folder that exists, in which runs would be kept.
+        disk: an existing folder for runs.
     """
     memory, (shared, shared_free) = psutil.virtual_memory(), _shared_memory()
     hostname = socket.gethostname()
@@ -163,7 +163,7 @@ def processor(root: Path = ROOT) -> str:
 def _cgroup(root: Path, controller: str) -> Path:
     """The folder of this process's cgroup: of version 2 without a controller, of version 1 with one.
 
-    In a container the path is often that of the host, and the mounted root is the process's own cgroup.
+    In a container the path is often the host's, and the mounted root is the process's own cgroup.
     """
     top = root / "sys/fs/cgroup" / controller
     for line in (_read(root / "proc/self/cgroup") or "").splitlines():

@@ -77,7 +77,7 @@ class Device:
         matrix_flops: matrix products' FLOP/s by dtype ("fp32", "bf16", "fp16"); a dtype left out runs as fp32.
         memory_bandwidth: bytes/s, read and written together.
         launch_seconds: time of the smallest operation.
-        overhead_bytes: part of `memory_bytes` that no tensor can use: context and libraries.
+        overhead_bytes: bytes of `memory_bytes` taken by context and libraries.
         host_link: bytes/s from and to host memory, each way; None where the device is the host.
         source: of the numbers, in one sentence.
 
@@ -133,7 +133,7 @@ class Device:
         """
         rate = self.matrix_flops.get(dtype_name, self.matrix_flops["fp32"])
         work = max(flops / rate, nbytes / self.memory_bandwidth)
-        if self.kind != "cpu":  # the host is ahead, unless operations are shorter than their launch
+        if self.kind != "cpu":  # launches are hidden, unless operations are shorter
             return max(work, self.launch_seconds)
         return work + self.launch_seconds
 
@@ -145,7 +145,7 @@ class Link:
     Attributes:
         bandwidth: bytes/s that one device sends while it receives as much.
         latency: seconds of one message, or of one step of a ring.
-        tables: by operation, seconds by the bytes that one rank sends; a table goes before the rate.
+        tables: by operation, seconds by the bytes that one rank sends; used instead of the rate.
 
     Raises:
         ConfigError: a number out of range, or neither a rate nor all tables.
@@ -273,11 +273,11 @@ class Machines:
         return ranks > 1 and self.count > self.per_node and (block > self.per_node or self.per_node % block != 0)
 
     def link(self, ranks: int, stride: int = 1) -> Link:
-        """The link of the slowest of the groups that `leaves` describes."""
+        """The link of the slowest group; see `leaves`."""
         return self.between if self.leaves(ranks, stride) else self.inside
 
     def wire_seconds(self, operation: Operation, nbytes: float, ranks: int, stride: int = 1) -> float:
-        """Time of one collective, while the groups beside it do the same ([Note: traffic between nodes]).
+        """Time of one collective, with concurrent ones in the parallel groups ([Note: traffic between nodes]).
 
         Args:
             operation: "gather", "exchange" (with the sum) or "send" (to the rank `stride` further; `ranks` is then 2,

@@ -30,18 +30,18 @@ __all__ = ["Effort", "MachineProfile", "default_path", "measure"]
 KINDS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SMALLEST = 64  # rows of a matrix
 CHAIN = 64  # small operations behind one another
-GPU_SCALE = 8  # times as many bytes on a GPU, so that the launch of a copy does not count
+GPU_SCALE = 8  # times as many bytes on a GPU, to amortise the launch of a copy
 BLOCK = 2**22  # bytes of one write
 POLL_SECONDS = 0.05  # between polls of the two processes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Effort:
-    """How much to measure.
+    """Extent of the measurements.
 
     Attributes:
         box: seconds for one quantity.
-        copy_bytes: size of the copied buffer, far more than the caches hold.
+        copy_bytes: size of the copied buffer, far larger than the caches.
         matrix: rows of the largest square matrix; fewer where a smaller one fills a box.
         messages: bytes that one rank sends in each collective.
         disk_bytes: largest size of the file that is written and read.
@@ -189,7 +189,7 @@ def disk_bandwidth(folder: Path, nbytes: int, box: float) -> tuple[float, float]
 
 
 def _memory(device: torch.device, facts: Facts) -> tuple[int, int]:
-    """All of the device's memory, and the part that is taken with nothing but the libraries loaded."""
+    """The device's memory, and the bytes taken after loading the libraries alone."""
     torch.mm(torch.ones(16, 16, device=device), torch.ones(16, 16, device=device))
     accelerator.synchronize(device)
     total = accelerator.total_memory(device)
@@ -206,7 +206,7 @@ def _disk(facts: Facts, effort: Effort, problems: dict[str, str]) -> tuple[float
 
 
 def _pair(effort: Effort, threads: int, device: str, problems: dict[str, str]) -> dict[str, Any]:
-    """The fields of a profile that two processes measure together; empty ones where they failed."""
+    """The profile's fields measured by two processes at once; empty ones if they failed."""
     unmeasured: dict[str, Any] = {"beside": None, "collectives": {}, "signal": None}
     with tempfile.TemporaryDirectory(prefix="zeroshard-") as folder:
         settings = {**asdict(effort), "threads": threads, "device": device, "folder": folder}
@@ -238,7 +238,7 @@ def _mean(rows: Any) -> Timing:
 
 def _run_pair(settings: dict[str, Any], folder: Path, limit: float) -> str | None:
     """Run both processes to their end; returns the problem, or None."""
-    package = Path(__file__).parents[2]  # where Python finds the package, installed or not
+    package = Path(__file__).parents[2]  # import path of the package, installed or not
     logs = [folder / f"log-{rank}" for rank in range(PAIR)]
     processes = []
     try:

@@ -13,7 +13,7 @@ from zeroshard.doctor.hardware import OPERATIONS, Device, HardwareTable, Link, M
 from zeroshard.errors import DataError, PlanError
 
 VERSION = 1
-PAIR = 2  # processes that measure together
+PAIR = 2  # processes that measure at once
 Transport = Literal["network", "shared"]
 Clock = Literal["wall", "cpu"]
 
@@ -47,7 +47,7 @@ class MachineProfile:
         cores: number that this process may use.
         devices: number of GPUs; 1 on CPUs.
         device_memory: bytes of a GPU; on CPUs the available bytes of host memory.
-        device_overhead: bytes of a GPU that were taken before the first tensor.
+        device_overhead: bytes of a GPU in use before the first tensor.
         host_memory: available bytes.
         shared_memory: bytes of /dev/shm; 0 without.
         matrix_flops: FLOP/s by dtype, one process alone.
@@ -88,7 +88,7 @@ class MachineProfile:
     version: int = VERSION
 
     def save(self, path: Path) -> None:
-        """Write it as JSON, and the folder if it is missing.
+        """Write the profile as JSON; makes its folder.
 
         Raises:
             DataError: the file cannot be written.
@@ -103,7 +103,7 @@ class MachineProfile:
 
     @classmethod
     def load(cls, path: Path) -> "MachineProfile":
-        """Read what `save` wrote.
+        """Read a profile written by `save`.
 
         Raises:
             DataError: no such file, or no profile of this version.
@@ -137,7 +137,7 @@ class MachineProfile:
     def machines(
         self, count: int, transport: Transport = "network", clock: Clock = "wall", memory: int | None = None
     ) -> Machines:
-        """This machine with `count` ranks on it.
+        """This machine with `count` ranks.
 
         Args:
             transport: of collectives; messages of pipelines always go through the network.
@@ -194,7 +194,7 @@ class MachineProfile:
 
 
 def default_path(environment: Mapping[str, str]) -> Path:
-    """Where the profile is kept: zeroshard/machine.json in the user's folder for caches.
+    """Path of the profile: zeroshard/machine.json in the user's cache folder.
 
     Args:
         environment: the process's variables, of which XDG_CACHE_HOME names that folder if it is set.

@@ -1,4 +1,4 @@
-"""The measurements of two processes together: the engine's own collectives by size, and rates while both compute.
+"""Measurements of two processes at once: the engine's own collectives by size, and rates while both compute.
 
 Started by `zeroshard.doctor.measure` as `python -m zeroshard.doctor.two_process_probe SETTINGS`; the answer is a file.
 """
@@ -21,7 +21,7 @@ from zeroshard.doctor.measure import copy_bandwidth, matrix_flops
 from zeroshard.doctor.profile import PAIR
 from zeroshard.platform import accelerator
 
-SHARE = 5  # a collective of one size has a fifth of a box
+SHARE = 5  # a collective of one size takes a fifth of a box
 FEWEST, MOST = 3, 200  # runs
 MATRIX = 1024  # rows
 LABEL = "measurement"
@@ -49,7 +49,7 @@ def main(settings: str) -> None:
 
 
 def measure_pair(mesh: Mesh, messages: list[int], box: float, copy_bytes: int, matrix: int) -> dict[str, Any]:
-    """The measurements of one of two ranks; both call it.
+    """Measure as one of two ranks; a collective call.
 
     Args:
         messages: bytes that a rank sends, ascending.
@@ -95,7 +95,7 @@ def _gathering(comm: Comm, largest: int) -> Run:
 
 
 def _exchanging(comm: Comm, largest: int) -> Run:
-    """With the sum over the ranks, as the engine reduces gradients."""
+    """An exchange with the sum over the ranks, as the engine reduces gradients."""
     mine = comm.buffer(PAIR * largest, torch.float32)
     scratch, mean = torch.empty(PAIR * largest, device=mine.device), torch.empty(largest, device=mine.device)
 
@@ -110,7 +110,7 @@ def _exchanging(comm: Comm, largest: int) -> Run:
 
 
 def _sending(comm: Comm, largest: int) -> Run:
-    """A message there and one back."""
+    """A message to the other rank and one back."""
     rank, tensor = comm.mesh.rank, torch.zeros(largest, device=comm.mesh.device)
 
     def send(size: int) -> None:
@@ -130,7 +130,7 @@ def _signal(comm: Comm, box: float) -> Row:
 
 
 def _timed(comm: Comm, run: Run, nbytes: int, box: float) -> Row:
-    """(bytes, seconds by the clock, seconds of CPU time of this process); rank 0 decides how many runs fill the box."""
+    """(bytes, seconds by the clock, seconds of CPU time of this process); rank 0 sets the number of runs."""
     size = max(1, nbytes // 4)
 
     def once() -> float:

@@ -1,4 +1,4 @@
-"""Published numbers, computed again by this package.
+"""Published numbers, recomputed by this package.
 
 Read `claim` (a number, its source and how it is computed), then `zero`, `pipelines`, `ptdp`, `switch` and `offload`.
 """

@@ -1,4 +1,4 @@
-"""Times of a GPT on GPUs whose layers are split, from shapes and rates: a model, where no rehearsal is meant.
+"""Times of a tensor-parallel GPT on GPUs from shapes and rates: a model, not a rehearsal.
 
 Matrix products take whole waves of tiles on all multiprocessors, everything else takes its bytes. The operations are
 those of Megatron-LM with fused kernels (2104.04473, section 4.2) and 16 bits. Letters as in section 3.1: b rows of a
@@ -14,7 +14,7 @@ from zeroshard.reproduce.block_formulas import BlockShape
 
 DTYPE, NBYTES = "fp16", 2
 MULTIPROCESSORS = 108  # of an A100
-TILES = ((256, 128), (128, 256))  # of a product's result, the largest that the vendor's library has
+TILES = ((256, 128), (128, 256))  # of a product's result, the largest of the vendor's library
 WAVE_RATE = 0.75  # of the peak, in whole waves of tiles: assumed
 PEAK = 312e12  # operations per second in 16 bits
 NETWORK_GBPS = 8 * 200  # of a DGX A100: eight adapters of 200 Gb/s

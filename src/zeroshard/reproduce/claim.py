@@ -41,7 +41,7 @@ class Reading:
     def agrees(self) -> bool:
         """Whether ours equals the published one, exactly or rounded or cut to the printed digits, or is near it.
 
-        Where none is published there is nothing that it could differ from.
+        Always true where none is published.
         """
         if isinstance(self.ours, str) or not self.published:
             return not self.published or self.ours == self.published
@@ -62,7 +62,7 @@ class Claim:
         title: one line.
         source: the paper, and the place in it.
         unit: of all readings.
-        how: the method by which ours are obtained, in a few sentences.
+        how: the method of ours, in a few sentences.
         compute: gives the readings; calls its argument with the name of each case before it computes it.
     """
 

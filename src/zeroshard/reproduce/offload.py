@@ -33,7 +33,7 @@ SIZES = (  # name, shape, rows, plan, and the paper's result
 
 
 def memory(say: Say) -> Iterator[Reading]:
-    """Bytes of model states per parameter on the device, by the states that are on the host."""
+    """Bytes of model states per parameter on the device, by the states on the host."""
     whole, offloaded = (_rehearsed(plan).states for plan in (MIXED, OFFLOADED))
     update = whole[Category.MASTER_WEIGHTS] + whole[Category.OPTIMIZER_STATES]
     held = {

@@ -27,7 +27,7 @@ def simulated(name: str, stages: int, microbatches: int, chunks: int = 1, steps:
 
 
 def peaks_of(name: str, stages: int, microbatches: int, steps: int = 1) -> list[Peak]:
-    """The most that each stage holds, counted in its list of actions."""
+    """The most microbatches or versions of each stage, counted in its list of actions."""
     pipeline = PipelineSchedule(name, Layout.equal(stages, 1), microbatches)
     return peaks(pipeline.stretch(steps), 1)
 

@@ -31,7 +31,7 @@ from zeroshard.train.family import gpt_task
 from zeroshard.train.gpt import GPTConfig
 
 PAPER = "PTD-P, Narayanan et al., 2104.04473v5"
-OF_A_MODEL, OF_A_GAIN = 0.15, 0.05  # how far ours may be from the published number
+OF_A_MODEL, OF_A_GAIN = 0.15, 0.05  # relative tolerance of the published number
 BILLION, TERA = 10**9, 10**12
 
 
@@ -109,7 +109,7 @@ SMALL = TrainingJob(GPTShape(32, 3840, 32), 64, 1, 1, 32)  # figures 14 and 15
 WIDE = TrainingJob(GPTShape(32, 15360, 128), 64, 8, 8, 128)  # figure 16
 ONE_GPU = TrainingJob(GPTShape(4, 4096, 128), 1, 1, 1, 1)  # figure 7
 GPT_3 = TrainingJob(GPTShape(96, 12288, 96), 96, 8, 12, 12)  # figures 12 and 18
-SIZES = (2, 4, 8, 16, 32)  # of a kind of parallelism, the other has 64 / size
+SIZES = (2, 4, 8, 16, 32)  # ranks of one kind of parallelism; the other has 64 / size
 GPT_3_BATCHES, LARGE_BATCH = (12, 24, 36, 48, 60), 120
 GPT_3_CHUNKS = 4
 
@@ -275,7 +275,7 @@ RANKS, LAYERS, TOKENS, WIDTH = (2, 8), (2, 3), 16, 128
 
 
 def collectives(say: Say) -> Iterator[Reading]:
-    """All-reduces of activations and their gradients in a block: those of a model with one block more."""
+    """All-reduces of activations and their gradients in a block: the difference by one more block."""
     for ranks in RANKS:
         say(f"{ranks} ranks")
         few, more = (_calls(ranks, layers) for layers in LAYERS)

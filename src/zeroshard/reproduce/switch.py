@@ -17,10 +17,10 @@ from zeroshard.reproduce.claim import Claim, Reading, Say
 
 PAPER = "Switch Transformers, Fedus et al., 2101.03961v3"
 VOCABULARY = 32_128
-INPUTS, TARGETS = 512, 114  # tokens of a pre-training sequence of T5: 15 % of the inputs are asked for, in spans of 3
+INPUTS, TARGETS = 512, 114  # tokens of a pre-training sequence of T5: 15 % of the inputs are targets, in spans of 3
 HEAD = 64
 BILLION = 10**9
-OF_OPERATIONS = 0.16  # how far ours may be from the published number, whose way of counting is not told
+OF_OPERATIONS = 0.16  # relative tolerance of the published number, whose way of counting is not given
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from zeroshard.train.gpt import GPTConfig
 
 PAPER = "ZeRO, Rajbhandari et al., 1910.02054v3"
 GB = 10**9
-STAGES = ("baseline", "P_os", "P_os+g", "P_os+g+p")  # as the paper calls ZeRO stages 0 to 3
+STAGES = ("baseline", "P_os", "P_os+g", "P_os+g+p")  # the paper's names of ZeRO stages 0 to 3
 TOKENS = 8  # of a row: states and traffic do not depend on it
 SHAPES = {"7.5B": (7_500_000_000, 4096, 32, 36), "128B": (128 * GB, 12288, 96, 70), "1T": (1000 * GB, 25600, 160, 127)}
 RANKS = (1, 4, 16, 64, 256, 1024)
@@ -207,7 +207,7 @@ CONFIGURATIONS: dict[str, tuple[str, int, dict[str, Any], str]] = {  # descripti
     "C4": ("P_os+g, P_a", 2, {"activations.partition": True}, "140"),
     "C5": ("P_os+g, P_a+cpu", 2, {"activations.partition": True, "offload": "activations"}, "150"),
 }
-WITHIN = 0.25  # ours is a model of what was measured
+WITHIN = 0.25  # relative tolerance of a measured size
 
 
 def configuration(name: str, tensor_ranks: int = TENSOR_RANKS) -> Plan:
