@@ -1,4 +1,4 @@
-"""Coming from elsewhere: configurations, checkpoints and trainers of other packages in zeroshard's terms.
+"""Interoperation: configurations, checkpoints and trainers of other packages in zeroshard's terms.
 
 Read `deepspeed_config.py` with its table `deepspeed_keys.py`, then `deepspeed_weights.py` above `inert_pickle.py`.
 `lightning.py` needs lightning and is imported by its own name.

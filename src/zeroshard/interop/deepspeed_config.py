@@ -33,16 +33,16 @@ OFFLOAD = {  # sections, with their earlier names
     "offload_optimizer": ("cpu_offload",),
     "offload_param": ("cpu_offload_param", "cpu_offload_params"),
 }
-COMMENT = ("_", "//", "#")  # beginnings of keys that are comments
+COMMENT = ("_", "//", "#")  # prefixes of keys that are comments
 
 
 def from_deepspeed(
     config: str | Path | Mapping[str, Any], ranks: int | None = None, *, precision: str | None = None, **auto: Any
 ) -> FromDeepSpeed:
-    """Plan, optimizer and schedule from a DeepSpeed configuration; a warning lists what has no effect here.
+    """Plan, optimizer and schedule from a DeepSpeed configuration; a warning lists keys without effect here.
 
-    No key is dropped silently: each has its note. Settings that would change the results and are not here are refused,
-    and so are misspelt keys, which DeepSpeed ignores at the top level.
+    No key is dropped silently: each has its note. Unsupported settings that would change the results are refused, and
+    so are misspelt keys, which DeepSpeed ignores at the top level.
 
     Args:
         config: the path of the JSON file, or its content.
@@ -54,7 +54,7 @@ def from_deepspeed(
             `total_num_steps=1000, warmup_num_steps=100, lr=2e-5`.
 
     Raises:
-        ConfigError: lists all unknown keys, and all settings that are not here and would change the results.
+        ConfigError: lists all unknown keys, and all unsupported settings that would change the results.
         PlanError: a value out of range.
     """
     reading = _Reading(_parsed(config), ranks, precision, auto)
@@ -88,7 +88,7 @@ def _parsed(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Reading:
-    """One reading of a configuration: takes keys one by one, so that the keys left at the end are known."""
+    """One reading of a configuration: takes keys one by one; the keys left at the end are reported."""
 
     def __init__(self, config: dict[str, Any], ranks: int | None, precision: str | None, auto: dict[str, Any]) -> None:
         self._sections: dict[str, dict[str, Any]] = {"": config}
@@ -124,7 +124,7 @@ class _Reading:
         return FromDeepSpeed(Plan.from_dict(self._plan), optimizer, scheduler, rows, tuple(self._notes))
 
     def _take(self, section: str, key: str, default: Any = None) -> Any:
-        """Remove a key and give its value, or the default where it is missing or left to transformers."""
+        """Remove a key and return its value; the default if it is missing or left to transformers."""
         if key not in self._sections[section]:
             return default
         value = self._filled(key, self._sections[section].pop(key))
@@ -243,7 +243,7 @@ class _Reading:
             self._keep(f"{section}.ratio", ratio, **{"offload.fraction": ratio})
 
     def _offload_device(self, name: str) -> str | None:
-        """The device that a section of offload names, "cpu" or "nvme"; None if it is off or not there."""
+        """The device of an offload section, "cpu" or "nvme"; None if it is off or missing."""
         zero, names = "zero_optimization", OFFLOAD[name]
         earlier = next((old for old in names if old in self._sections[zero]), names[0])
         flag, value = self._take(zero, earlier), self._take(zero, name)
@@ -331,7 +331,7 @@ class _Reading:
             self._note(f"{key}.{name}", self._sections[key].pop(name), "needs nothing", "the section is not enabled")
 
     def _given_section(self, key: str) -> bool:
-        """Whether a section is there, which is opened then."""
+        """Open a section; returns whether it exists."""
         if self._sections[""].get(key) in (None, False):
             if key in self._sections[""]:
                 self._note(key, self._take("", key), "needs nothing", "it is off")
@@ -340,7 +340,7 @@ class _Reading:
         return True
 
     def _ranks_of(self, section: str, key: str, default: int) -> None:
-        """A number of ranks, which the plan has by the name of the section."""
+        """Store a number of ranks in the plan, under the section's name."""
         count = self._number(section, key, default)
         if count > 1:
             self._keep(f"{section}.{key}", count, **{section: count})
@@ -360,7 +360,7 @@ class _Reading:
         self._keep("gradient_clipping", limit, clip_norm=limit or None)
 
     def _batch(self) -> int | None:
-        """Microbatches into the plan; returns the rows per rank and step, where they are known."""
+        """Set the plan's microbatches; returns the rows per rank and step, or None if unknown."""
         keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
         total, micro, count = (self._take("", key) for key in keys)
         ranks = self._ranks
@@ -482,6 +482,6 @@ class _Reading:
 
 
 def _written(name: str, value: Any) -> str:
-    """A setting of a plan as its constructor takes it."""
+    """A setting of a plan as an argument of its constructor."""
     group, _, inner = name.partition(".")
     return f"{group}={GROUPS[group].__name__}({inner}={value!r})" if inner else f"{name}={value!r}"

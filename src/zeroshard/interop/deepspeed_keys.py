@@ -1,7 +1,7 @@
 """The fate of every key of a DeepSpeed configuration that has no field of its own in a `Plan`.
 
 The keys are those of DeepSpeed 0.19.6 (its `runtime/config.py`, `runtime/zero/config.py`, `runtime/precision_config.py`
-and the sections that these read). Keys that a `Plan` or the optimizer takes over are read by
+and the sections that these read). Keys of a `Plan` or the optimizer are read by
 `zeroshard.interop.deepspeed_config`.
 """
 
@@ -33,7 +33,7 @@ class Rule:
     off: tuple[Any, ...] = ()
 
     def applies(self, value: Any) -> bool:
-        """Whether the key does anything at this value."""
+        """Whether the key has an effect at this value."""
         if isinstance(value, dict):
             return bool(value) and self.applies(value.get("enabled", value.get("device", True)))
         return value not in (None, False, "none", *self.off)
@@ -228,7 +228,7 @@ def known_keys() -> dict[str, str]:
 
 
 def near(key: str, known: Mapping[str, str]) -> list[str]:
-    """The known key that is nearest to another, if one is."""
+    """A list of the nearest known key; empty without one."""
     return difflib.get_close_matches(key, known, n=1)
 
 

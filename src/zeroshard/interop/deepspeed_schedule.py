@@ -1,6 +1,6 @@
 """DeepSpeed's warm-up schedules of the learning rate (its `runtime/lr_schedules.py`), step for step, for torch.
 
-The first two updates have the lowest rate, as in DeepSpeed, whose schedule counts from -1.
+As in DeepSpeed, whose schedule counts from -1, the first two updates have the lowest rate.
 """
 
 import math

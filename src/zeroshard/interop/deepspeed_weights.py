@@ -1,4 +1,4 @@
-"""The weights of a DeepSpeed ZeRO checkpoint by parameter name, put together from the slices of its ranks.
+"""The weights of a DeepSpeed ZeRO checkpoint by parameter name, joined from the slices of its ranks.
 
 Files of DeepSpeed's `save_checkpoint(folder, tag)`:
 
@@ -34,7 +34,7 @@ FOREIGN = {
 
 
 class DeepSpeedWeights(Mapping[str, torch.Tensor]):
-    """The model of a DeepSpeed checkpoint as a mapping from names to tensors, each put together when it is asked for.
+    """The model of a DeepSpeed checkpoint as a mapping from names to tensors, each joined when it is read.
 
     Floating-point parameters are fp32: the master weights where the checkpoint has them, else the model's own values
     (frozen parameters, and stage 0). Buffers are as they were saved. No code that the files name is run.
@@ -185,7 +185,7 @@ class _Slice:
 
 
 def _check_types(held: Mapping[str, Any], fields: "Fields", file: Path) -> None:
-    """Refuse an entry that is of another type than DeepSpeed writes."""
+    """Refuse an entry whose type differs from DeepSpeed's."""
     for key, (fits, expected) in fields.items():
         if key in held and not fits(held[key]):
             raise CheckpointError(

@@ -1,8 +1,8 @@
-"""Reads files of `torch.save` without running any code that they name.
+"""Reads files of `torch.save` without running any code named in them.
 
-Such files are pickles, which may name any class or function. torch's restricted reader knows tensors and plain
-containers; other classes in a DeepSpeed checkpoint are replaced by objects that do nothing if they are on the list
-below, and refused otherwise.
+Such files are pickles, which may name any class or function. torch's restricted reader loads tensors and plain
+containers; other classes in a DeepSpeed checkpoint are replaced by objects that do nothing if they are in `STAND_INS`,
+and refused otherwise.
 """
 
 from collections.abc import Callable
@@ -16,10 +16,10 @@ from zeroshard.errors import CheckpointError
 
 
 class Inert:
-    """Stands in for an object that is not needed: accepts any arguments and keeps none."""
+    """Replaces an object that is not needed: accepts any arguments and stores none."""
 
     def __new__(cls, *args: object) -> "Inert":
-        """A stand-in, whatever the arguments."""
+        """An instance, for any arguments."""
         return super().__new__(cls)
 
     def __init__(self, *args: object) -> None: ...
@@ -28,19 +28,19 @@ class Inert:
 
 
 class Number(int):
-    """Stands in for a member of DeepSpeed's `ZeroStageEnum`, and keeps its value."""
+    """Replaces a member of DeepSpeed's `ZeroStageEnum`, with its value."""
 
     NAMES = ("disabled", "optimizer_states", "gradients", "weights")
 
 
 class _Unknown(Exception):
-    """A file names something that is not known to be harmless."""
+    """A file names a class or function outside of the list of harmless ones."""
 
 
 def member(kind: object, name: object) -> Number:
-    """Stands in for `getattr`, through which Python 3.11.0 to 3.11.3 pickle the members of an enumeration.
+    """Replaces `getattr`, through which Python 3.11.0 to 3.11.3 pickle the members of an enumeration.
 
-    It reads no attribute: it knows the members of DeepSpeed's one enumeration by name.
+    It reads no attribute, and accepts only the names of members of `ZeroStageEnum`.
     """
     if kind is not Number or name not in Number.NAMES:
         raise _Unknown(f"builtins.getattr for more than a member of ZeroStageEnum ({name!r:.60})")
@@ -84,7 +84,7 @@ def load_inert(path: Path) -> dict[str, Any]:
             f"file, let zero_to_fp32.py, which DeepSpeed saves beside the checkpoint, write plain weights, and load "
             f"those."
         ) from None
-    except Exception as error:  # damaged bytes make the reader fail in any way
+    except Exception as error:  # damaged bytes may raise any exception
         raise CheckpointError(
             f"{path} cannot be read as a file of torch.save ({type(error).__name__}: {error}). Copy it again; a file "
             f"of torch before 1.6 must be saved again by a newer torch."

@@ -63,7 +63,7 @@ class ZeroshardStrategy(DDPStrategy):
         super().__init__(precision_plugin=EnginePrecision(self), **settings)
 
     def setup(self, trainer: Any) -> None:
-        """Make the engine, where the Trainer fits; other runs before the first fit take the module as it is.
+        """Make the engine in a fit; other runs before the first fit use the module as it is.
 
         Raises:
             OptimizerError: not exactly one optimizer.
@@ -130,11 +130,11 @@ class ZeroshardStrategy(DDPStrategy):
         return {name.removeprefix(PREFIX): value for name, value in self.engine.state_dict().items()}
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Empty once there is an engine, which saves the states of its slices."""
+        """Empty once an engine exists, which saves the states of its slices."""
         return {} if self.engine is not None else dict(super().optimizer_state(optimizer))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write a folder that takes the place of an older one of that name; a collective call."""
+        """Write a folder, replacing an older one of that name; a collective call."""
         if self.engine is None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
@@ -152,7 +152,7 @@ class ZeroshardStrategy(DDPStrategy):
         self.barrier()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Let the engine go on from the folder; returns lightning's part.
+        """Load the folder into the engine; returns lightning's own state.
 
         Raises:
             CheckpointError: it is no folder of this strategy, or of another model or optimizer.
@@ -163,7 +163,7 @@ class ZeroshardStrategy(DDPStrategy):
         return dict(super().load_checkpoint(file / LIGHTNINGS if file.is_dir() else file, weights_only))
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Do nothing if there is an engine, which has loaded the weights already."""
+        """Do nothing if an engine exists: it has loaded the weights already."""
         if self.engine is None:
             super().load_model_state_dict(checkpoint, strict)
 
@@ -189,7 +189,7 @@ class ZeroshardStrategy(DDPStrategy):
 
 
 class EnginePrecision(Precision):
-    """Lets the engine scale losses and clip gradients."""
+    """A precision plugin with the engine's loss scaling and gradient clipping."""
 
     def __init__(self, strategy: ZeroshardStrategy) -> None:
         super().__init__()

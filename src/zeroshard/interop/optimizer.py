@@ -1,4 +1,4 @@
-"""The engine in the place of an optimizer, for trainers of other packages that call `step` on one."""
+"""The engine as an optimizer, for trainers of other packages that call `step` on one."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,13 +24,13 @@ class EngineOptimizer(torch.optim.Optimizer):
         self.result: StepResult | None = None
 
     def __getattr__(self, name: str) -> Any:
-        """Methods that the user's optimizer has beside those of torch, such as `train` and `eval`."""
+        """Further methods of the user's optimizer, such as `train` and `eval`."""
         if name.startswith("_") or "engine" not in vars(self):
             raise AttributeError(name)
         return getattr(self.engine.optimizer, name)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused once there is an engine.
+        """Refused once an engine exists.
 
         Raises:
             OptimizerError: with the way out.

@@ -20,7 +20,7 @@ class Checkpoints:
         if engine.steps % 100 == 0:
             checkpoints.save({"epoch": epoch})
 
-    There is no file that names the newest: it is the one with the highest step whose content verifies. Made by all
+    No file names the newest: it is the one with the highest step whose content verifies. Made by all
     ranks together, as all its methods are called.
 
     Args:
@@ -34,7 +34,7 @@ class Checkpoints:
         if keep < 1:
             raise CheckpointError(f"keep is {keep}; it must be 1 or more, or nothing would be left to go on from.")
         self.engine, self.folder, self.keep = engine, Path(folder), keep
-        finish_all()  # of an engine before this one, whose half-written checkpoint would be cleared
+        finish_all()  # an earlier engine's half-written checkpoint would be removed
         if engine.world.mesh.rank == 0:
             clear(self.folder)
         engine.world.agree(b"", "checkpoints are cleared")
@@ -54,7 +54,7 @@ class Checkpoints:
     def resume(self) -> dict[str, Any] | None:
         """Go on from the newest good checkpoint; returns its `extra`, or None if there is no checkpoint.
 
-        One that is damaged is put aside as `NAME.bad`, with a `CheckpointWarning`, and the one before it is taken.
+        A damaged one is renamed to `NAME.bad`, with a `CheckpointWarning`, and the one before it is taken.
 
         Raises:
             DamagedError: all are damaged. CheckpointError: the newest is of another model or optimizer.
@@ -62,7 +62,7 @@ class Checkpoints:
         return resume(self.engine, self.folder)
 
     def back_to(self, step: int) -> dict[str, Any]:
-        """Go back to the checkpoint of `step`; later ones are put aside.
+        """Go back to the checkpoint of `step`; later ones are renamed.
 
         Raises:
             CheckpointError: it is not there, or cannot be read.
@@ -98,7 +98,7 @@ def _steps(engine: Engine, folder: Path) -> list[int]:
 
 
 def _put_aside(engine: Engine, path: Path) -> str:
-    """Rename a checkpoint on rank 0; returns its new name, or why it has none."""
+    """Rename a checkpoint on rank 0; returns its new name, or the reason for the failure."""
     name = ""
     if engine.world.mesh.rank == 0:
         try:

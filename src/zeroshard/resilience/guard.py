@@ -1,8 +1,8 @@
-"""Bad steps: detected by one number per step that all ranks know, tolerated for a while, then rolled back.
+"""Bad steps: detected by one number per step, equal on all ranks, tolerated for a while, then rolled back.
 
 PaLM (2204.02311, section 5.1) goes back to a checkpoint from before a spike and leaves out the batches around it; the
 same batches, met later with other weights, did no harm. A guard only decides, from these numbers and its own state. So
-all ranks decide alike without communication, and a resumed run decides as the uninterrupted one would.
+all ranks decide equally without communication, and a resumed run decides as the uninterrupted one would.
 
 [Note: which checkpoint is good] The loss of step b comes from the weights after b - 1 steps, and if it is bad those
 weights may be the reason. So a checkpoint is proven good by a good loss of the step after it. The newest proven one is
@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 from zeroshard.errors import ConfigError, NonFiniteError
 
 LEAST = 10  # good values before a spike can be detected
-REMEMBERED = 8  # bad values in an error
-SHOWN = 5  # good values in an error
+REMEMBERED = 8  # bad values shown in an error
+SHOWN = 5  # good values shown in an error
 
 
 class GuardVerdict(StrEnum):
@@ -27,7 +27,7 @@ class GuardVerdict(StrEnum):
 
     GOOD = "good"
     BAD = "bad"  # tolerated
-    ROLL_BACK = "roll back"  # and leave out the batches of the bad steps
+    ROLL_BACK = "roll back"  # and skip the batches of the bad steps
 
 
 class Origin(NamedTuple):
@@ -74,7 +74,7 @@ class Guard:
         self._what, self._spike, self._window = what, spike, window
         self._patience, self._rollbacks = patience, rollbacks
         self._values: list[float] = []  # the last good ones
-        self._row = 0  # bad steps in a row, up to now
+        self._row = 0  # bad steps in a row so far
         self._used = 0  # roll backs
         self._last_bad = 0  # the highest step that was bad
         self._bad_steps: list[str] = []  # bad steps, for people

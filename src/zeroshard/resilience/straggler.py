@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-WINDOW = 20  # steps in a median; a rank that turns slow is seen after half of them
+WINDOW = 20  # steps in a median, half of which reveal a rank that turns slow
 LEAST = 15  # steps before a rank can be called slow
 
 
@@ -28,7 +28,7 @@ class Straggler:
 
 
 class Stragglers:
-    """The slow ranks among some that have equal work, such as all ranks, or the replicas of one pipeline stage.
+    """The slow ranks in a group with equal work, such as all ranks, or the replicas of one pipeline stage.
 
     Args:
         ranks: number of ranks.
@@ -38,7 +38,9 @@ class Stragglers:
 
     def __init__(self, ranks: int, *, factor: float = 2.0, least_seconds: float = 0.05) -> None:
         self._factor, self._least = factor, least_seconds
-        self._recovered = (1 + factor) / 2  # lower than `factor`, so that a rank at the limit is not reported for ever
+        self._recovered = (
+            1 + factor
+        ) / 2  # less than `factor`, so that a rank at the limit is not reported again and again
         self._seconds: list[deque[float]] = [deque(maxlen=WINDOW) for _ in range(ranks)]
         self._slow: set[int] = set()
 

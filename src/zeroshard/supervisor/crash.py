@@ -39,7 +39,7 @@ def write_report(
     path = folder / f"{now:%Y-%m-%d-%H%M%S-%f}-attempt-{attempt}.json"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(".fresh")  # renamed when complete, so that readers never see a part
+        unfinished = path.with_suffix(".fresh")  # renamed when complete, so that no reader sees an incomplete file
         unfinished.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         unfinished.replace(path)
     except OSError:
@@ -67,4 +67,4 @@ def _heartbeat(heartbeat: HeartbeatReading | None) -> dict[str, Any] | None:
     if heartbeat is None:
         return None
     fields = {**asdict(heartbeat), "collective": heartbeat.collective._asdict()}
-    return {name: value for name, value in fields.items() if name not in ("since", "alive")}  # in the report as ages
+    return {name: value for name, value in fields.items() if name not in ("since", "alive")}  # reported as ages

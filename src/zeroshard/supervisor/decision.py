@@ -14,7 +14,7 @@ from zeroshard.supervisor.records import Culprit, FailureVerdict, RankState
 
 DONE, FAILED, WRONG_INPUT, STOPPED = 0, 1, 2, 75  # exit codes, as everywhere on the command line
 INTERRUPTED = 128 + signal.SIGINT  # exit code after Ctrl-C, as in shells
-SETTLE = 0.5  # seconds from the first failure to the decision, in which the cause can show beside its echoes
+SETTLE = 0.5  # seconds from the first failure to the decision, for the cause to appear among its echoes
 ECHO_TYPES = (
     "CommError",
     "BudgetExceededElsewhere",
@@ -25,7 +25,7 @@ ECHO_TYPES = (
     "EOFError",
 )
 ECHO_TEXTS = ("connection closed by peer", "connection reset by peer", "connection refused", "broken pipe")
-ECHO_SIGNALS = (signal.SIGABRT, signal.SIGTERM, signal.SIGPIPE)  # by which libraries and launchers end processes
+ECHO_SIGNALS = (signal.SIGABRT, signal.SIGTERM, signal.SIGPIPE)  # used by libraries and launchers to end processes
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +72,12 @@ def diagnose(states: Sequence[RankState], limits: Limits) -> Culprit | None:
 
 
 def decide(culprits: Sequence[Culprit], committed: Sequence[int], max_restarts: int) -> FailureVerdict:
-    """Whether to try again after the last of several failures.
+    """Whether to restart after the last of several failures.
 
     Args:
         culprits: one for each failed attempt so far, in order.
         committed: step of the newest committed checkpoint of all ranks, after each of these attempts.
-        max_restarts: how often to start again without a newer checkpoint.
+        max_restarts: restarts without a newer checkpoint.
     """
     last = culprits[-1]
     if last.code == WRONG_INPUT:
@@ -106,7 +106,7 @@ def pass_on(culprit: Culprit) -> FailureVerdict:
 
 
 def stop_code(states: Sequence[RankState], killed: bool, interrupted: bool = False) -> int:
-    """The exit code after a stop that was asked for.
+    """The exit code after a requested stop.
 
     Args:
         killed: whether ranks outlived the grace period and were killed.
@@ -164,7 +164,7 @@ def _silent(states: Sequence[RankState], limits: Limits) -> Culprit | None:
 
 
 def _left(states: Sequence[RankState], limits: Limits) -> Culprit | None:
-    """A rank that ended well while the others wait for it."""
+    """A rank that ended without a fault while the others wait for it."""
     ended, running = [s for s in states if s.exit is not None], [s for s in states if s.exit is None]
     if not ended or not running:
         return None
@@ -199,7 +199,7 @@ def _divergent(states: Sequence[RankState], idle: float) -> Culprit:
         groups.setdefault(state.heartbeat.collective, []).append(state)
     if len(groups) == 1:
         label = next(iter(groups))[2]
-        if len(states) == 1:  # of many: a launcher started this supervisor for one rank
+        if len(states) == 1:  # of many ranks: a launcher started this supervisor for one
             return _culprit(states, "stalled", f"waited {idle:.0f} s in '{label}' for the others")
         return _culprit(states, "stalled", f"all waited {idle:.0f} s in '{label}': a message was lost")
     order = sorted(groups.items(), key=lambda group: (len(group[1]), group[0][1], group[1][0].rank))

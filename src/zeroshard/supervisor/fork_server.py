@@ -1,4 +1,4 @@
-"""The fork server, which has everything loaded, so that a worker that it forks starts in milliseconds.
+"""The fork server, with all modules loaded, so that its forked workers start in milliseconds.
 
 The supervisor lets multiprocessing's fork server import this module. The import sets that process up: it dies with the
 supervisor, and signals to the supervisor's group do not reach it, because the supervisor signals the workers itself. In
@@ -29,7 +29,7 @@ PR_SET_PDEATHSIG = 1  # as in linux/prctl.h
 
 
 def die_with(parent: int, number: int = signal.SIGKILL) -> None:
-    """Let the kernel send this process a signal when its parent, which is process `parent`, ends; now if it has."""
+    """Request a signal from the kernel when process `parent`, the parent of this one, ends; now if it has."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
     if os.getppid() != parent:
         os.kill(os.getpid(), number)
@@ -38,8 +38,8 @@ def die_with(parent: int, number: int = signal.SIGKILL) -> None:
 def _settle() -> None:
     die_with(int(os.environ[VARIABLE]))
     os.setsid()
-    signal.pthread_sigmask(signal.SIG_BLOCK, DEAF)  # a signal to a worker that is not ready waits there until it is
-    for number in (*DEAF, signal.SIGUSR2):  # SIGUSR2 until a worker can write its stacks
+    signal.pthread_sigmask(signal.SIG_BLOCK, DEAF)  # signals to a worker stay pending until it is ready
+    for number in (*DEAF, signal.SIGUSR2):  # SIGUSR2 is ignored until a worker can write its stacks
         signal.signal(number, signal.SIG_IGN)
     with kept_imports():
         for name in LOADED:

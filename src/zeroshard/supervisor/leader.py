@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 TICK = 0.2  # seconds between two polls
-STACKS_WITHIN = {True: 0.6, False: 0.2}  # seconds for ranks to write their stacks, after a hang and otherwise
-REPEATED = 1.0  # seconds in which a second SIGINT is the same Ctrl-C, which a shell may send twice
+STACKS_WITHIN = {True: 0.6, False: 0.2}  # seconds for ranks to write their stacks, by whether they hang
+REPEATED = 1.0  # seconds in which a second SIGINT is the same Ctrl-C: a shell may send it twice
 HUNG_GRACE = 0.5  # seconds from SIGTERM to SIGKILL after a hang: hung ranks cannot save
 NODES_WITHIN = 10.0  # seconds that another node may take to end its workers
 
@@ -63,7 +63,7 @@ def supervise(job: Job) -> int:
     """Run `job` to its end on this node; returns the exit code.
 
     0 done; 1 failed, and no restart would help; 2 wrong input; 75 stopped on request; 130 stopped by Ctrl-C; 143
-    stopped on request by ranks that do not know how to save; 128 + n under torchrun for a rank that signal n killed.
+    stopped on request by ranks that cannot save; 128 + n under torchrun for a rank that signal n killed.
     """
     with scratch_folder() as folder:
         processes = Processes(job.command, folder)
@@ -206,7 +206,7 @@ class _Leader:
             time.sleep(TICK)
 
     def _missing_node(self, states: Sequence[RankState]) -> Culprit | None:
-        """The culprit, where a node has not reported the end of its ranks."""
+        """The culprit, if a node has not reported the end of its ranks."""
         missing = [state for state in states if state.exit is None]
         if not missing:
             return None
@@ -223,7 +223,7 @@ class _Leader:
         return decide(culprits, newest, self._job.max_restarts)
 
     def _leave(self, code: int, line: str = "") -> int:
-        """Let the other nodes exit with the same code, then print the last line."""
+        """Order the other nodes to exit with the same code, then print the last line."""
         if self._coordination is not None:
             with contextlib.suppress(OSError):  # other nodes exit when the store is gone
                 self._coordination.order("leave", code=code)
@@ -270,7 +270,7 @@ def _follow(job: Job, processes: Processes, requests: list[int]) -> int:
 
 @contextlib.contextmanager
 def _requests() -> Iterator[list[int]]:
-    """The signals that asked this process to stop, as they come in."""
+    """A growing list of the signals that asked this process to stop."""
     received: list[int] = []
     signals = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
     last = [-REPEATED]

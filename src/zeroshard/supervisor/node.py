@@ -1,4 +1,4 @@
-"""This node and its processes: from options, torchrun, SLURM, Kubernetes or the environment."""
+"""This node's number, address and processes: from options, torchrun, SLURM, Kubernetes or the environment."""
 
 import os
 import subprocess
@@ -10,12 +10,12 @@ from zeroshard.supervisor import fork_server
 
 LOOPBACK, PORT = "127.0.0.1", 29500  # the port is torchrun's default
 INSIDE = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # ranks listen on the loopback address alone
-SLURM_PORTS = (10000, 20000)  # first, and how many: below those that Linux assigns to clients
+SLURM_PORTS = (10000, 20000)  # the first, and the count: below those that Linux assigns to clients
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """This node's place in the job, and its processes.
+    """This node's number in the job, and its processes.
 
     Attributes:
         nodes: number of nodes.
@@ -108,7 +108,7 @@ def environments(place: Node, sizes: list[int], port: int) -> list[dict[str, str
         "LOCAL_WORLD_SIZE": str(place.processes),
         "MASTER_ADDR": place.address,
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the supervisor keeps the store, and every rank is a client
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the supervisor hosts the store, and every rank is a client
     }
     return [{**common, "RANK": str(first + i), "LOCAL_RANK": str(i)} for i in range(place.processes)]
 

@@ -1,7 +1,7 @@
 """Coordination of the supervisors of several nodes: node 0 gives numbered orders, the others report rank states.
 
-All messages go through a key-value store that node 0 keeps. A supervisor that cannot reach the store any more ends its
-workers, because only node 0 decides.
+All messages go through a key-value store that node 0 keeps. A supervisor that loses the store ends its workers, because
+only node 0 decides.
 """
 
 import contextlib
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 BEAT = 0.25  # seconds between two messages of a node
-ANSWER = 10.0  # seconds that this process's own store may take to answer
+ANSWER = 10.0  # longest seconds for an answer of this process's own store
 Answer = TypeVar("Answer")
 
 
 def keep_store(address: str, port: int, patience: float, loopback: bool) -> "Store":
-    """A key-value store that this process keeps.
+    """A key-value store hosted by this process.
 
     Args:
         port: 0 for any.
@@ -153,7 +153,7 @@ class Connection(threading.Thread):
         self.start()
 
     def tell(self, states: Sequence[RankState], obeyed: int, asked: bool) -> None:
-        """Send this to node 0 with the next message."""
+        """Set the content of the next message to node 0."""
         payload = {"asked": asked, "obeyed": obeyed, "states": [state.as_dict() for state in states]}
         self._message = {**self._message, **payload}
 

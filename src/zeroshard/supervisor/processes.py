@@ -22,7 +22,7 @@ from zeroshard.supervisor.worker import STACKS, work
 GRACE = 2.0  # seconds from SIGTERM to SIGKILL
 SUSPICION = 1.5  # seconds without a heartbeat before the kernel is asked for the process's status
 SAFE_PATH = "PYTHONSAFEPATH"  # as in Python's documentation
-STACK_BYTES = 32768  # of one rank's stacks, the rest is cut off
+STACK_BYTES = 32768  # most bytes of one rank's stacks
 
 
 @dataclass(slots=True)
@@ -95,7 +95,7 @@ class Processes:
             worker.process.join()
 
     def wait(self, seconds: float) -> None:
-        """Wait until a worker ends, at most so long."""
+        """Wait until a worker ends, at most `seconds`."""
         living = [worker.process.sentinel for worker in self._living()]
         if living:
             connection.wait(living, seconds)
@@ -106,7 +106,7 @@ class Processes:
         return [worker for worker in self._workers if _exit(worker) is None]
 
     def _state(self, worker: Worker) -> RankState:
-        exit_code = _exit(worker)  # before the heartbeat, so that a worker that ended has written its last one
+        exit_code = _exit(worker)  # read before the heartbeat, so that an ended worker has written its last one
         heartbeat = read_heartbeat(worker.heartbeat)
         failure, now = read_failure(worker.heartbeat), time.monotonic()
         silent = now - max(worker.started, heartbeat.alive if heartbeat else 0.0)
@@ -127,7 +127,7 @@ class Processes:
 
 @contextlib.contextmanager
 def _without_current_folder() -> Iterator[None]:
-    """Let interpreters started inside not import from the current folder, which `python -c` would search first."""
+    """Keep interpreters started inside from importing from the current folder, which `python -c` searches first."""
     before = os.environ.get(SAFE_PATH)
     os.environ[SAFE_PATH] = "1"
     try:
@@ -140,7 +140,7 @@ def _without_current_folder() -> Iterator[None]:
 
 
 def _exit(worker: Worker) -> int | None:
-    """The exit code of a worker, None while it runs; enters the time when its end is first seen."""
+    """The exit code of a worker, None while it runs; records when its end is first seen."""
     code = worker.process.exitcode
     if code is not None and worker.ended is None:
         worker.ended = time.monotonic()

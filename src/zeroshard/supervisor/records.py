@@ -38,12 +38,12 @@ class RankState:
 
     @property
     def step(self) -> int:
-        """The last step that it finished; -1 for none."""
+        """The rank's last finished step; -1 for none."""
         return self.heartbeat.step if self.heartbeat else -1
 
     @property
     def committed(self) -> int:
-        """Step of the newest committed checkpoint that the rank knows of; -1 for none."""
+        """Step of the newest committed checkpoint by the rank's heartbeat; -1 for none."""
         return self.heartbeat.committed if self.heartbeat else -1
 
     @property
@@ -64,7 +64,7 @@ class RankState:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "RankState":
-        """The state of which JSON holds `as_dict`."""
+        """The state of an `as_dict`."""
         heartbeat, failure = values["heartbeat"], values["failure"]
         if heartbeat is not None:
             heartbeat = HeartbeatReading(**{**heartbeat, "collective": Collective(*heartbeat["collective"])})
@@ -112,7 +112,7 @@ class FailureVerdict:
     """The decision after the end of an attempt.
 
     Attributes:
-        restart: whether to try again.
+        restart: whether to restart.
         code: the supervisor's exit code otherwise.
         why: the reason, for people.
     """

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from zeroshard.comm.run_lock import HELD, Owner, release
 
-PREFIX, LIVES = "zeroshard-supervisor-", "lives"  # of the folder's name; the file that a running supervisor locks
+PREFIX, LIVES = "zeroshard-supervisor-", "lives"  # of the folder's name; the file locked by a running supervisor
 YOUNG = 60.0  # seconds: a younger folder may not be locked yet
 
 
@@ -22,7 +22,7 @@ def scratch_folder() -> Iterator[Path]:
     _sweep(Path(tempfile.gettempdir()))
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))
     with open(folder / LIVES, "w") as lives:
-        fcntl.flock(lives, fcntl.LOCK_EX)  # released when this process ends, however it does
+        fcntl.flock(lives, fcntl.LOCK_EX)  # released when this process ends, in any way
         try:
             yield folder
         finally:
@@ -32,7 +32,7 @@ def scratch_folder() -> Iterator[Path]:
 
 
 def _sweep(place: Path) -> None:
-    """Remove this user's folders that no supervisor holds any more."""
+    """Remove this user's folders without a running supervisor."""
     for path in place.glob(f"{PREFIX}*/{LIVES}"):
         with contextlib.suppress(OSError), path.open("r") as lives:
             facts = os.fstat(lives.fileno())

@@ -47,7 +47,7 @@ def work(environment: dict[str, str], command: Sequence[str]) -> None:
         code = _end(path, command)
         faulthandler.disable()
         faulthandler.unregister(signal.SIGUSR2)
-        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # another may be pending
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # another signal may be pending
     sys.exit(code)
 
 
@@ -64,7 +64,7 @@ def run_command(command: Sequence[str]) -> None:
 
 
 def _end(path: Path, command: Sequence[str]) -> int:
-    """Run the command and then all that an interpreter does when it ends; returns the exit code."""
+    """Run the command and then an interpreter's exit handlers; returns the exit code."""
     code = 0
     try:
         run_command(command)
@@ -73,7 +73,7 @@ def _end(path: Path, command: Sequence[str]) -> int:
     except BaseException as error:
         write_failure(path, error)
         _show(error)
-        sys.last_value = error  # as the interpreter does; mesh.py reads it to tell the other ranks
+        sys.last_value = error  # as the interpreter does; mesh.py reads it to notify the other ranks
         code = 1
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
@@ -93,7 +93,7 @@ def _show(error: BaseException) -> None:
 
 
 def _exit_code(code: object) -> int:
-    """The exit code that an interpreter would make of the argument of `SystemExit`."""
+    """An interpreter's exit code for an argument of `SystemExit`."""
     if code is None or isinstance(code, int):
         return (code or 0) & 0xFF
     print(code, file=sys.stderr)
@@ -101,7 +101,7 @@ def _exit_code(code: object) -> int:
 
 
 def _be_main_process() -> None:
-    """Let multiprocessing look as under `python script.py`: no parent process, and no start method chosen yet.
+    """Reset multiprocessing to its state under `python script.py`: no parent process, no start method chosen.
 
     With the fork server's start method a script without a main guard would run again in its own children.
     """
