@@ -1,4 +1,4 @@
-"""Verification: a training run of a few steps under its plan beside the same run in one process, down to a module.
+"""Verification: a training run of a few steps under its plan against the same run in one process, down to a module.
 
 Read `job`, `plain` (the definition), `observe` (one rank under the plan), `compare`, `bisect`, `causes`, in this order.
 """

@@ -31,7 +31,7 @@ WEIGHTS = dict[str, Tensor]
 
 
 class Bisection:
-    """Compares step by step until something differs.
+    """Compares step by step until the first difference.
 
     Attributes:
         table: what was compared.
@@ -51,7 +51,7 @@ class Bisection:
         return found
 
     def _start(self) -> FirstDifference | None:
-        """The initial weights, which are rank 0's, on every rank."""
+        """Compare the initial weights of every rank, which are rank 0's."""
         state, wanted = self.side.weights(-1), self.plain.weights()
         for name, values in wanted.items():
             error = relative(state[name].view(values.shape), values)
@@ -61,7 +61,7 @@ class Bisection:
         return self._copies(-1)
 
     def whole_batches(self, plain: Plain) -> tuple[FirstDifference | None, str]:
-        """The first step whose parts' mean is not the loss of its whole batch; and a remark on rows that act on others.
+        """The first step with another loss of its whole batch than of its parts; a remark on rows that act on others.
 
         Args:
             plain: with the initial weights.
@@ -116,7 +116,7 @@ class Bisection:
         )
 
     def _of_weights_seen(self, path: str, mine: SeenCalls, theirs: ModuleCall) -> Cause | None:
-        """Whether a module's own weights were not those of the step when it was entered."""
+        """The cause if a module's own weights were not those of the step when it was entered."""
         for attribute, wanted in theirs.weights.items():
             if mine.error(lambda call, name=attribute: call.weights.get(name), wanted) <= self.table.tolerance:  # type: ignore[misc]
                 continue
@@ -131,7 +131,7 @@ class Bisection:
         return None
 
     def _of_inputs(self, seen: Mapping[Place, SeenCalls], part: int, place: Place, wanted: PlainStep) -> Cause | None:
-        """Whether what a module took differs already, though nothing before it returned anything else."""
+        """The cause if a module's inputs differ, though the outputs of all modules before it agree."""
         theirs, mine = wanted.calls[part][place], seen[place]
         errors = (mine.error(nth("inputs", n), each) for n, each in enumerate(theirs.inputs))
         if not any(error > self.table.tolerance for error in errors):
@@ -150,7 +150,7 @@ class Bisection:
         return Cause(f"its input differs, in code between it and {before}")
 
     def _of_bias(self, path: str, mine: SeenCalls, theirs: ModuleCall) -> Cause | None:
-        """Whether a module's output lacks its bias, or has it once for each rank that has a part of its weight."""
+        """The cause if a module's output lacks its bias, or has it once for each rank with a shard of its weight."""
         bias = self.plain.model.get_submodule(path)._parameters.get("bias")
         outputs = mine.calls[0].outputs
         if bias is None or bias.dim() != 1 or not outputs or outputs[0][0] % bias.numel():
@@ -186,13 +186,13 @@ class Bisection:
         order = self._backward_order(wanted)
         name = min(errors, key=lambda each: order.get(each, len(order)))
         cause = self._of_backward(step, wanted)
-        if cause is None or cause.collective != Purpose.SUM_ACTIVATIONS:  # which would make parts of all gradients
+        if cause is None or cause.collective != Purpose.SUM_ACTIVATIONS:  # which would split all gradients
             cause = causes.of_gradient(self.side, self.plain, step, name) or cause
         cause = cause or Cause("no sum of contributions explains it")
         return self._difference(step, "gradient", name, errors[name], cause, len(errors) - 1)
 
     def _of_backward(self, step: int, wanted: PlainStep) -> Cause | None:
-        """The first module in the backward whose output got another gradient, up to one factor for all of a part."""
+        """The first module in the backward with another output gradient, up to one factor per part."""
         seen = self.side.calls(step)
         for part, calls in wanted.calls.items():
             both = [(place, seen[part][place], call) for place, call in calls.items() if place in seen.get(part, {})]
@@ -218,7 +218,7 @@ class Bisection:
         return None
 
     def _backward_order(self, wanted: PlainStep) -> dict[str, int]:
-        """The parameters, those first whose modules come last in the forward."""
+        """The order of the parameters: the last modules of the forward first."""
         ended: dict[str, int] = {}
         for place, call in wanted.calls.get(0, {}).items():
             for attribute in call.weights:
@@ -243,7 +243,7 @@ class Bisection:
         return self._weight(step, "update", name, errors[name], cause, len(errors) - 1)
 
     def _of_weight(self, step: int, name: str, wanted: WEIGHTS) -> Cause:
-        """Why a weight differs after a step."""
+        """The cause of a weight's difference after a step."""
         state = self.side.weights(step)
         older = [(at, weights[name]) for at, weights in self._history if at < step]
         found = causes.of_flat(self.side, name, state, wanted)
@@ -288,7 +288,7 @@ class Bisection:
         return self.side.job.plan.microbatches
 
     def _shown(self, path: str) -> str:
-        """A module as a report names it."""
+        """A module's name in a report."""
         return path or self._whole
 
     @property

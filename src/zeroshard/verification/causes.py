@@ -1,4 +1,4 @@
-"""Causes of a difference: which contribution, slice, version or dtype explains it, and which collective brings that.
+"""Causes of a difference: the contribution, slice, version or dtype that explains it, and the collective responsible.
 
 A gradient is a sum of contributions, one of each microbatch of each data rank. The coefficients with which the engine
 has added them are found by least squares: 0 for one that is missing, another number than 1 for a wrong divisor.
@@ -20,8 +20,8 @@ from zeroshard.verification.observe import SeenShare
 from zeroshard.verification.plain import Plain
 from zeroshard.verification.sketch import Sketch, distance
 
-CLOSE = 0.02  # how far a coefficient may be from what it is taken for
-EXPLAINED = 0.02  # of a gradient's norm: what may be left beside the contributions for these to explain it
+CLOSE = 0.02  # tolerance of a coefficient
+EXPLAINED = 0.02  # largest unexplained share of a gradient's norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Cause:
 
 
 def of_gradient(side: Side, plain: Plain, step: int, name: str) -> Cause | None:
-    """Why the gradient of a parameter differs; None where neither contributions, slices nor a dtype explain it."""
+    """The cause of a gradient's difference; None if neither contributions, slices nor a dtype explain it."""
     job, wanted = side.job, plain.trained[name]
     found = side.gradients(step, plain.trained)[name]
     shares = [(rank, share) for rank, share in side.shares(step) if share.name == name]
@@ -57,9 +57,9 @@ def of_gradient(side: Side, plain: Plain, step: int, name: str) -> Cause | None:
 
 
 def fitted(found: Tensor, pieces: Sequence[Tensor]) -> tuple[list[float] | None, float]:
-    """The coefficients of `pieces` whose sum is nearest to `found`, and the relative error that is left.
+    """The coefficients of `pieces` whose sum is nearest to `found`, and the remaining relative error.
 
-    None where the pieces do not tell the coefficients apart.
+    None if the pieces do not determine the coefficients.
     """
     matrix = torch.stack([piece.double().reshape(-1) for piece in pieces], 1)
     wanted = found.double().reshape(-1)
@@ -98,7 +98,7 @@ def _of_coefficients(job: VerificationJob, found: Sequence[float], reduction: st
 
 
 def _of_uses(side: Side, uses: Mapping[str, Tensor], found: Tensor) -> Cause | None:
-    """Whether a tied parameter lacks the gradient of one of its uses."""
+    """The cause if a tied parameter lacks the gradient of one of its uses."""
     if len(uses) < 2:
         return None
     coefficients, rest = fitted(found, list(uses.values()))
@@ -113,7 +113,7 @@ def _of_uses(side: Side, uses: Mapping[str, Tensor], found: Tensor) -> Cause | N
 
 
 def of_dtype(found: Tensor, wanted: Tensor, by_rank: Sequence[Tensor], collective: str | None) -> Cause | None:
-    """Whether values are those wanted with the ranks' contributions, or their sum, rounded to 16 bits."""
+    """The cause if the ranks' contributions, or their sum, were rounded to 16 bits."""
     for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "fp16")):
         error, eps = relative(found, wanted), torch.finfo(dtype).eps
         rounded = sum((each.to(dtype).to(each.dtype) for each in by_rank[1:]), by_rank[0].to(dtype).to(found.dtype))
@@ -137,7 +137,7 @@ def _by_rank(job: VerificationJob, pieces: Sequence[Tensor]) -> list[Tensor]:
 def of_parts(
     shares: Sequence[tuple[int, SeenShare]], wanted: Tensor, job: VerificationJob, collective: str | None
 ) -> Cause | None:
-    """Whether the gradients of ranks that work on the same data would have to be added up."""
+    """The cause if gradients of ranks on the same data were not added up."""
     groups: dict[tuple[int, tuple[Box, ...]], list[SeenShare]] = {}
     for rank, share in shares:
         groups.setdefault((rank // job.together, share.boxes), []).append(share)
@@ -153,7 +153,7 @@ def of_parts(
 def of_slices(
     shares: Sequence[tuple[int, SeenShare]], wanted: Tensor, job: VerificationJob, collective: str | None
 ) -> Cause | None:
-    """Whether some ranks' slices alone are wrong, and whether they hold the values of another slice."""
+    """The cause if only some ranks' slices are wrong, or two slices are exchanged."""
     wrong = []
     for rank, share in shares:
         if relative(torch.from_numpy(share.values), share.same_of(wanted)) > job.gradient_tolerance * 8:
@@ -177,7 +177,7 @@ def _exchanged(shares: Sequence[tuple[int, SeenShare]], wanted: Tensor, job: Ver
 
 
 def of_weight(found: Tensor, wanted: Tensor, older: Sequence[tuple[int, Tensor]], job: VerificationJob) -> Cause | None:
-    """Whether a weight, or the elements of it that differ, are those of an earlier step."""
+    """The cause if a weight, or its differing elements, are those of an earlier step."""
     for step, values in older:
         if relative(found, values) <= job.tolerance < relative(wanted, values):
             return Cause(f"it is still that of {'the start' if step < 0 else f'step {step}'}")
@@ -192,7 +192,7 @@ def of_weight(found: Tensor, wanted: Tensor, older: Sequence[tuple[int, Tensor]]
 
 
 def of_flat(side: Side, name: str, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> Cause | None:
-    """Whether slices of the flat buffer that holds a parameter stand in each other's places."""
+    """The cause if a slice of a parameter's flat buffer is in the place of another."""
     shares = [(rank, share) for rank, share in side.shares(0)]
     label = next((share.flat for _, share in shares if share.name == name), None)
     order = list(dict.fromkeys(share.name for _, share in shares if share.flat == label))
@@ -211,7 +211,7 @@ def of_flat(side: Side, name: str, found: Mapping[str, Tensor], wanted: Mapping[
 
 
 def of_norm(side: Side, step: int, norm: float) -> tuple[Cause, str]:
-    """Why the norm differs although the gradients do not, and the parameter whose share is behind it."""
+    """The cause of a difference of the norm alone, and the parameter responsible."""
     squares: dict[tuple[int, str], float] = {}
     names: dict[tuple[int, str], str] = {}
     for rank, share in side.shares(step):
@@ -236,19 +236,19 @@ def of_norm(side: Side, step: int, norm: float) -> tuple[Cause, str]:
 
 
 def used_apart(side: Side, *names: str) -> bool:
-    """Whether the modules that use a tied parameter under these names run on different ranks."""
+    """Whether the modules that use a tied parameter run on different ranks."""
     ranks = [side.ranks_of(name.rpartition(".")[0]) for name in names]
     return any(one.isdisjoint(other) for one, other in itertools.combinations(ranks, 2))
 
 
 def weight_collective(job: VerificationJob, unit: str) -> str | None:
-    """The collective that brings the weights of a unit to where a forward uses them."""
+    """The collective that provides the weights of a unit for a forward."""
     brings = (None, *3 * [f"{Purpose.GATHER_PARAMETERS} of {unit}"])
     return brings[job.plan.zero]
 
 
 def same_as_before(found: Sketch, history: Sequence[tuple[int, Sketch]], tolerance: float) -> int | None:
-    """The earlier step whose weights a module still had, the latest first; None where none fits."""
+    """The latest earlier step with the weights that a module still had; None if none matches."""
     return next((step for step, values in reversed(history) if distance(found, values) <= tolerance), None)
 
 

@@ -1,4 +1,4 @@
-"""The comparison of what ranks saw with the plain loop, step by step, up to the first difference.
+"""The comparison of the ranks' records with the plain loop, step by step, up to the first difference.
 
 Each step begins from weights that were compared before. Its forward, loss, gradients and norm are compared with those
 of the plain loop; then the plain loop's optimizer takes its step with the gradients that the engine had, so that the
@@ -22,8 +22,8 @@ from zeroshard.verification.result import Compared
 from zeroshard.verification.sketch import Sketch, distance
 from zeroshard.verification.watch import ModuleCall, Place
 
-Worst = tuple[float, str]  # relative error, and the name of what has it
-SUMMED = 1e-3  # relative error up to which tensors add up to another
+Worst = tuple[float, str]  # relative error, and the name of its tensor
+SUMMED = 1e-3  # tolerance of a sum of tensors
 NAMES = (
     *("whole batch", "initial weights", "module outputs", "losses", "gradients", "gradient norm", "updates"),
     *("buffers", "copies"),
@@ -35,7 +35,7 @@ class ErrorTable:
 
     Attributes:
         tolerance: the relative error up to which values count as equal.
-        others: the tolerances of some kinds, where they are others.
+        others: different tolerances of some kinds.
     """
 
     def __init__(self, tolerance: float, others: dict[str, float]) -> None:
@@ -43,7 +43,7 @@ class ErrorTable:
         self._rows: dict[str, tuple[int, Worst]] = {}
 
     def enter(self, what: str, where: str, error: float) -> bool:
-        """Enter a comparison; whether the values count as equal."""
+        """Record a comparison; returns whether the values count as equal."""
         count, worst = self._rows.get(what, (0, (0.0, "")))
         self._rows[what] = count + 1, max(worst, (error, where))
         return error <= self.of(what)
@@ -60,11 +60,11 @@ class ErrorTable:
 
 @dataclass(frozen=True, slots=True)
 class SeenCalls:
-    """One call of a module on the ranks that worked on the same data.
+    """One call of a module on the ranks with the same data.
 
     Attributes:
         rank: the first of them.
-        calls: of each; of the first alone where every rank computes all that a module returns.
+        calls: of each; only of the first if every rank computes the whole output.
     """
 
     rank: int
@@ -73,7 +73,7 @@ class SeenCalls:
     def error(self, of: Callable[[ModuleCall], Sketch | None], wanted: Sketch, factor: float = 1.0) -> float:
         """The largest relative error of a tensor of the call, whose sketch `of` takes out; infinite for another size.
 
-        Ranks may have parts of it: then their norms make up its norm. What is on more ranks than it has parts, such as
+        Shards on the ranks are compared by their joint norm. A tensor on more ranks than it has shards, such as
         keys of few heads, is not compared.
         """
         sketches = [found for call in self.calls if (found := of(call)) is not None]
@@ -88,7 +88,7 @@ class SeenCalls:
         return abs(norm - size) / size if size else (math.inf if norm else 0.0)
 
     def sums_to(self, of: Callable[[ModuleCall], Sketch | None], wanted: Sketch, factor: float = 1.0) -> bool:
-        """Whether the tensors of the ranks, each as large as the wanted one, would add up to it."""
+        """Whether the tensors of the ranks, each as large as the expected one, add up to it."""
         sketches = [found for call in self.calls if (found := of(call)) is not None]
         if len(sketches) < 2 or any(found[0] != wanted[0] for found in sketches):
             return False
@@ -112,7 +112,7 @@ class Side:
         return {part: value for record in self.records for part, value in record.steps[step].losses.items()}
 
     def calls(self, step: int) -> dict[int, dict[Place, SeenCalls]]:
-        """By part, the calls of all stages; where several ranks ran one, the first has it, or each has a part of it."""
+        """The calls of all stages by part: of the first rank that ran a module, or of each rank with a shard of it."""
         found: dict[int, dict[Place, SeenCalls]] = {}
         for record in self.records:
             for part, calls in record.steps[step].calls.items():
@@ -136,7 +136,7 @@ class Side:
             yield from ((record.rank, share) for share in record.steps[step].shares)
 
     def gradients(self, step: int, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Whole gradients, from the shares that are counted; NaN where no rank has an element."""
+        """Whole gradients, from the counted shares; NaN for elements of no rank."""
         found = {name: torch.full(tuple(p.shape), math.nan, dtype=p.dtype) for name, p in like.items()}
         for _, share in self.shares(step):
             if share.counted and share.name in found:
@@ -146,7 +146,7 @@ class Side:
         return found
 
     def weights(self, step: int) -> dict[str, Tensor]:
-        """After a step; before the first with -1."""
+        """Weights after a step; before the first with -1."""
         record = self.records[0]
         return tensors(record.start if step < 0 else record.steps[step].weights)
 
@@ -161,7 +161,7 @@ def tensors(arrays: Mapping[str, "np.ndarray[tuple[int, ...], np.dtype[np.float3
 
 
 def relative(found: Tensor, wanted: Tensor, least: float = 0.0) -> float:
-    """The norm of the difference, relative to that of what is wanted, or to `least` if that is more."""
+    """The norm of the difference, relative to the expected tensor's norm or to `least`, the larger one."""
     apart, size = float((found.double() - wanted.double()).norm()), float(wanted.double().norm())
     if math.isnan(apart):
         return 0.0 if torch.equal(found.isnan(), wanted.isnan()) else math.inf
@@ -185,19 +185,19 @@ def compare_forward(table: ErrorTable, side: Side, wanted: PlainStep, step: int)
 
 
 def nth(kind: str, number: int) -> Callable[[ModuleCall], Sketch | None]:
-    """Takes the sketch of an input or an output out of a call; None where there are fewer."""
+    """A getter of the sketch of a call's input or output; it returns None if there are fewer."""
     return lambda call: next(iter(getattr(call, kind)[number : number + 1]), None)
 
 
 def gradient_of(number: int) -> Callable[[ModuleCall], Sketch | None]:
-    """Takes the sketch of the gradient of an output out of a call."""
+    """A getter of the sketch of the gradient of a call's output."""
     return lambda call: call.gradients.get(number)
 
 
 def compare_losses(
     table: ErrorTable, side: Side, wanted: PlainStep, step: int
 ) -> tuple[list[tuple[int, float]], float]:
-    """(part, error) of the losses of parts that differ; and the error of the whole loss, 0 where it is close."""
+    """(part, error) of the parts whose losses differ; and the error of the whole loss, 0 if it is close."""
     parts = []
     for part, loss in sorted(side.losses(step).items()):
         theirs = wanted.losses[part][0]
@@ -269,5 +269,5 @@ def compare_copies(table: ErrorTable, side: Side, plain: Plain, step: int) -> li
 
 
 def _typical(whole: Tensor, numel: int) -> float:
-    """The norm of so many elements of a tensor, if they are like the others."""
+    """The expected norm of so many elements of a tensor."""
     return float(whole.double().norm()) * math.sqrt(numel / max(1, whole.numel()))

@@ -16,16 +16,16 @@ from zeroshard.recompute.policy import LOSSY
 
 OptimizerOf = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 LossOf = Callable[[Any, Any], Any]
-TOLERANCES = {"fp32": 2.0**-15, "fp16": 2.0**-5, "bf16": 2.0**-3}  # relative to the norm of what is compared
-CODES = {  # the same for gradients, by the code of saved tensors: of unlike values in blocks, rounded to 2 to 16 bits
+TOLERANCES = {"fp32": 2.0**-15, "fp16": 2.0**-5, "bf16": 2.0**-3}  # relative to the norm of the compared tensors
+CODES = {  # the same for gradients, by the code of saved tensors: blocks rounded to 2 to 16 bits
     **{"fp16": 2.0**-7, "fp10": 2.0**-2, "fp8": 2.0**-1, "e4m3": 2.0**-2, "int8": 2.0**-4, "int4": 1.0, "int2": 4.0},
 }
-FLOOR = 2.0**-5  # of the root mean square of all gradients: below, rounding of larger summands is what is left
+FLOOR = 2.0**-5  # of the root mean square of all gradients: smaller values are rounding of larger summands
 
 
 @dataclass(frozen=True)
 class VerificationJob:
-    """A training run of a few steps that can be made under its plan and in one process.
+    """A training run of a few steps, to run under its plan and in one process.
 
     Attributes:
         factory: makes the model; random numbers are seeded before.
@@ -49,12 +49,12 @@ class VerificationJob:
 
     @property
     def data_ranks(self) -> int:
-        """Batches that make up a step: one of each group of ranks that work on the same data."""
+        """Batches of a step: one per group of ranks that work on the same data."""
         return data_ranks_of(self.plan, self.ranks)
 
     @property
     def together(self) -> int:
-        """Ranks that work on the same data, each of which may compute a part of what a module returns."""
+        """Ranks that work on the same data, each of which may compute a shard of a module's output."""
         return together_of(self.plan, self.ranks)
 
     @property
@@ -70,7 +70,7 @@ class VerificationJob:
 
     @property
     def eps(self) -> float:
-        """The distance from 1 to the next number in the dtype of the weights as the model has them."""
+        """The distance from 1 to the next number in the dtype of the model's weights."""
         return {"fp32": 2.0**-23, "fp16": 2.0**-10, "bf16": 2.0**-7}[self.plan.precision]
 
     def model(self, seed: int) -> nn.Module:
@@ -113,11 +113,11 @@ class VerificationJob:
 
     @property
     def gradient_tolerance(self) -> float:
-        """The same for gradients, which codes of saved tensors round and a forward does not see."""
+        """The tolerance of gradients, which codes of saved tensors round, unlike a forward."""
         return max([self.tolerance, *(CODES[code] for code in self.plan.saving.compress if code in CODES)])
 
     def exact(self) -> "VerificationJob":
-        """The same without rounding: in fp32, on the wire, in the optimizer's states and in saved tensors too."""
+        """The same job in fp32 throughout: computation, wire, optimizer states and saved tensors."""
         kept = tuple(code for code in self.plan.saving.compress if code not in LOSSY)
         settings = {"precision": "fp32", "reduce_dtype": None, "offload.moments": "fp32", "activations.compress": kept}
         return replace(self, plan=self.plan.with_settings(settings))
@@ -159,7 +159,7 @@ def default_ranks(plan: Plan) -> int:
 
 
 def name_parts(parts: Sequence[int], microbatches: int) -> str:
-    """Parts as a report names them."""
+    """Names of parts in a report."""
     ranks = sorted({part // microbatches for part in parts})
     if len(parts) == len(ranks) * microbatches:
         return f"data rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -1,4 +1,4 @@
-"""A model narrowed for verification: fewer layers, narrower, the same kinds of parts in the same proportions.
+"""A model narrowed for verification: fewer layers, less width, the same kinds of modules in the same proportions.
 
 Bugs of a plan lie in how parts are cut, gathered, reduced and tied, and show at any width. Numbers of heads keep their
 proportion to those of keys and values, and the fewest layers that the plan can cut into its chunks are kept.
@@ -23,14 +23,14 @@ HEAD = 8  # elements of a head
 LAYERS, EXPERTS, VOCABULARY, POSITIONS = 4, 4, 192, 64
 ROW = 16  # tokens of a row
 DROPOUTS = ("dropout", "pdrop", "drop_rate", "drop_prob", "dropout_rate", "dropout_prob", "layerdrop")
-ALIASES = {  # of other configurations, by the names of most
+ALIASES = {  # names in other configurations, by the usual names
     "n_embd": "hidden_size", "d_model": "hidden_size", "dim": "hidden_size",
     "n_head": "num_attention_heads", "num_heads": "num_attention_heads", "n_heads": "num_attention_heads",
     "n_layer": "num_hidden_layers", "num_layers": "num_hidden_layers", "n_layers": "num_hidden_layers",
     "n_inner": "intermediate_size", "d_ff": "intermediate_size", "ffn_dim": "intermediate_size",
     "n_positions": "max_position_embeddings", "n_ctx": "max_position_embeddings",
 }  # fmt: skip
-SIZES = {  # that are set as they are, where a configuration has them
+SIZES = {  # set to these values, where a configuration has them
     **{"head_dim": HEAD, "d_kv": HEAD, "qk_rope_head_dim": HEAD, "qk_nope_head_dim": HEAD, "v_head_dim": HEAD},
     **{"q_lora_rank": 2 * HEAD, "kv_lora_rank": 2 * HEAD, "sliding_window": ROW // 2, "n_group": 1, "topk_group": 1},
     **{"first_k_dense_replace": 1, "decoder_sparse_step": 1},
@@ -39,10 +39,10 @@ COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def narrowed(config: Any, plan: Plan, tokens: bool = True) -> Any:
-    """A Hugging Face configuration in small, without dropout.
+    """A Hugging Face configuration with small sizes, without dropout.
 
     Args:
-        tokens: narrow the vocabulary and the positions too, which a batch of the user's own would not fit.
+        tokens: narrow the vocabulary and the positions too; not for a batch of the user.
     """
     small = copy.deepcopy(config)
     facts: dict[str, Any] = config.to_dict()
@@ -55,7 +55,7 @@ def narrowed(config: Any, plan: Plan, tokens: bool = True) -> Any:
 
     heads = facts.get(names.get("num_attention_heads", ""), 4)
     pairs = facts.get("num_key_value_heads") or heads
-    together = plan.tensor.ranks  # which share heads out whole
+    together = plan.tensor.ranks  # each of which has whole heads
     kept_pairs = min(2 if pairs % together else max(2, together), pairs)
     kept_heads = min(heads, max(2 * max(2, kept_pairs), together), kept_pairs * max(1, heads // pairs))
     kept_heads = max(kept_pairs, kept_heads // kept_pairs * kept_pairs)
@@ -91,7 +91,7 @@ def depth(plan: Plan) -> int:
 
 
 def config_of(model: Any) -> Any | None:
-    """The Hugging Face configuration that a path or an object is; None for what is something else.
+    """The Hugging Face configuration at a path or in an object; None if it is none.
 
     Raises:
         ModelError: a file that is none, or transformers is not installed.
@@ -144,7 +144,7 @@ def token_batch(vocabulary: int, rows: int, tokens: int = ROW) -> dict[str, Tens
 
 
 def shallow_factory(factory: Callable[[], nn.Module], plan: Plan) -> tuple[Callable[[], nn.Module], str]:
-    """The factory of the same model with fewer of its repeated blocks, and what was left out; itself without any."""
+    """A factory of the model with fewer repeated blocks, and a text on the others; `factory` itself without any."""
     with torch.device("meta"):
         try:
             stacks = stacks_of(factory())
@@ -158,7 +158,7 @@ def shallow_factory(factory: Callable[[], nn.Module], plan: Plan) -> tuple[Calla
 
 
 def difference(config: Any, small: Any) -> str:
-    """How a configuration was narrowed, in words."""
+    """The changes of a narrowed configuration, in words."""
     before, after = config.to_dict(), small.to_dict()
     changed = [
         f"{name} {before[name]} -> {value}"
@@ -173,7 +173,7 @@ def _shallow(factory: Callable[[], nn.Module], depths: Mapping[str, int]) -> nn.
 
 
 def _keep_tokens(small: Any, facts: Mapping[str, Any]) -> None:
-    """Bring the numbers of special tokens into the vocabulary."""
+    """Move the numbers of special tokens into the vocabulary."""
     for name, value in facts.items():
         if name.endswith("token_id") and isinstance(value, int) and value >= small.vocab_size:
             setattr(small, name, small.vocab_size // 4)

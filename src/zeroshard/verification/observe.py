@@ -1,4 +1,4 @@
-"""One rank's part of the run under the plan, and what it saw."""
+"""One rank's run under the plan, and its observations."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class SeenShare:
-    """A rank's share of a parameter's gradient: the elements of these boxes of it, in its flat buffer."""
+    """A rank's share of a parameter's gradient: the elements of some boxes of it, in the flat buffer."""
 
     name: str
     flat: str
@@ -43,8 +43,8 @@ class SeenStep:
     """The observations of one rank in a step.
 
     Attributes:
-        loss: as `train_step` returned it; None where it is not known.
-        losses: of each part that this rank ran to its loss.
+        loss: as `train_step` returned it; None on ranks without it.
+        losses: of each part whose loss this rank computed.
         norm: before clipping.
         skipped: the weights stayed as they were.
         shares: of the mean gradients.
@@ -82,13 +82,13 @@ def observe(mesh: Mesh, job: VerificationJob) -> RankRecord:
     """Run a job under its plan on one rank; a collective call.
 
     Raises:
-        ZeroshardError: whatever the engine refuses.
+        ZeroshardError: the engine refuses the model or the plan.
     """
-    model = job.model(mesh.rank)  # other weights on other ranks: rank 0's are to be taken
+    model = job.model(mesh.rank)  # different weights on each rank: the engine must take rank 0's
     model.train()
     numbers = _Numbers()
     losses: dict[int, float] = {}
-    watches: list[Watch] = []  # none before the engine is made, which may run the model
+    watches: list[Watch] = []  # empty until the engine is made, which may run the model
 
     def loss(output: Any, batch: Any) -> Any:
         found = loss_of(model, output, batch) if job.loss is None else Loss.of(job.loss(output, batch))
@@ -132,7 +132,7 @@ def observe(mesh: Mesh, job: VerificationJob) -> RankRecord:
 
 
 class _Numbers:
-    """Tells the number of a microbatch from what the model is called with."""
+    """Finds the number of a microbatch by the content of the model's arguments."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[Sketch, ...], list[int]] = {}
@@ -161,7 +161,7 @@ def _content(tree: Any) -> tuple[Sketch, ...]:
 
 
 def _with_values(calls: dict[int, dict[Place, ModuleCall]]) -> dict[int, dict[Place, ModuleCall]]:
-    """Without the calls whose output is a placeholder, which is NaN: their module runs on another stage."""
+    """Drop calls whose output is a placeholder (NaN): their module runs on another stage."""
 
     def real(call: ModuleCall) -> bool:
         return bool(call.outputs) and all(value[1] == value[1] for value in call.outputs)

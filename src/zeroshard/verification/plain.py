@@ -1,4 +1,4 @@
-"""The plain loop: the same training run in one process, as its definition says it.
+"""The plain loop: the same training run in one process, by its definition.
 
 Nothing of the engine is used, but for its Adam on CPUs, so that updates differ by gradients alone, and its reading of a
 loss. A step is a forward and a backward of each microbatch of each data rank, one after the other; their losses are
@@ -74,7 +74,7 @@ class Plain:
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     def weights(self) -> Tensors:
-        """Copies of all parameters, tied ones under each of their names."""
+        """Copies of all parameters; tied ones under each of their names."""
         return _copies(dict(self.model.named_parameters(remove_duplicate=False)))
 
     def buffers(self, data_rank: int = 0) -> Mapping[str, Tensor]:
@@ -99,7 +99,7 @@ class Plain:
         return PlainStep(total, losses, gradients, squares**0.5, calls)
 
     def update(self, gradients: Mapping[str, Tensor | None]) -> None:
-        """Clip these gradients as the plan says, and let the optimizer take a step with them."""
+        """Clip these gradients as the plan says, and take the optimizer's step with them."""
         for name, parameter in self.trained.items():
             gradient = gradients.get(name)
             parameter.grad = None if gradient is None else gradient.clone().to(parameter.dtype)
@@ -150,7 +150,7 @@ class Plain:
         return tree_unflatten(joined, spec)
 
     def alone(self, batch: Any) -> Loss:
-        """The loss of a batch from the buffers and counters of data rank 0, which learn nothing."""
+        """The loss of a batch from the buffers and counters of data rank 0, which do not change."""
         self._part = None
         self._states[0].restore(self.model)
         try:
@@ -159,10 +159,10 @@ class Plain:
             self._states[0].restore(self.model)
 
     def refuse_unlike_calls(self) -> None:
-        """Refuse a model of which two forwards of the same rows differ, so that no two runs can be compared.
+        """Refuse a model whose two forwards of the same rows differ, so that no two runs can be compared.
 
         Raises:
-            ModelError: it draws random numbers, or its calls change what this loop cannot put back.
+            ModelError: it draws random numbers, or its calls change state that this loop cannot restore.
         """
         batch, found = self.job.microbatches(0, 0)[0][0], []
         for seed in (1, 1, 2):
@@ -219,7 +219,7 @@ class Plain:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """One thread of CPU kernels inside, as each rank has, so that sums are made in the same order."""
+    """Run CPU kernels in one thread, as each rank does, so that sums have the same order."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -235,12 +235,12 @@ def _copies(tensors: Mapping[str, Tensor]) -> Tensors:
 CONSTANT = (bool, int, float, complex, str, bytes, type(None))
 CONTAINERS = (list, tuple, set, frozenset, deque)
 OF_MODULES = frozenset(vars(nn.Module()))  # attributes that every module has
-DEEPEST = 4  # containers within each other that are looked into
+DEEPEST = 4  # most levels of nested containers to search
 
 
 @dataclass(frozen=True, slots=True)
 class ModelState:
-    """Copies of what forwards may change.
+    """Copies of the state that forwards may change.
 
     Attributes:
         buffers: by name.
@@ -260,10 +260,10 @@ class ModelState:
             for name, value in vars(module).items()
             if name not in OF_MODULES and _is_plain(value)
         }
-        return cls(buffers, copy.deepcopy(found))  # in one go, for values that modules share
+        return cls(buffers, copy.deepcopy(found))  # in one copy, for values that modules share
 
     def restore(self, model: nn.Module) -> None:
-        """Give a model this state."""
+        """Restore this state in a model."""
         with torch.no_grad():
             for name, buffer in model.named_buffers():
                 buffer.copy_(self.buffers[name])

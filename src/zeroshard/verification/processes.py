@@ -22,8 +22,8 @@ from zeroshard.verification.observe import RankRecord, observe
 
 IMPORTED = ["torch", "torch.distributed", "torch._dynamo", "zeroshard.engine", "zeroshard.verification.observe"]
 TIMEOUT = 60.0  # seconds that a collective may wait
-GRACE = 3.0  # seconds that the other ranks have to say what they met, once one has failed
-PATIENCE = 600.0  # seconds that a job may take
+GRACE = 3.0  # seconds for the other ranks to report their errors, once one has failed
+PATIENCE = 600.0  # longest seconds of a job
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class _Failure:
 
 
 def run_ranks(jobs: Sequence[VerificationJob]) -> list[list[RankRecord] | ZeroshardError]:
-    """The observations of every rank for each job, or its error; jobs of equally many ranks share a start.
+    """The observations of every rank for each job, or its error; jobs of equally many ranks share their processes.
 
     Jobs that follow one in which only some ranks failed are not run; their error says so.
     """
@@ -101,13 +101,13 @@ def _work(rank: int, ranks: int, folder: str, jobs: list[VerificationJob], pipe:
         except Exception as error:
             place = traceback.format_exc(limit=-1).strip().splitlines()
             pipe.send(_Failure("", f"{type(error).__name__}: {error} ({' '.join(map(str.strip, place[1:2]))})"))
-    time.sleep(SETTLE)  # gloo's threads drop their tensors a little after a result is there
+    time.sleep(SETTLE)  # gloo's threads free their tensors a little after a result arrives
     with suppress(Exception):
         dist.destroy_process_group()
 
 
 def _answers(pipes: Sequence[Connection]) -> list[RankRecord | _Failure | None]:
-    """The answer of each rank for a job; None where one says nothing in time, once another has failed."""
+    """The answer of each rank for a job; None for a rank without one in time, once another has failed."""
     found: dict[int, RankRecord | _Failure] = {}
     end = time.monotonic() + PATIENCE
     while len(found) < len(pipes):

@@ -1,4 +1,4 @@
-"""The verdict of a verification: a table of what was compared, and the first difference with its cause."""
+"""The verdict of a verification: a table of comparisons, and the first difference with its cause."""
 
 import math
 import textwrap
@@ -17,7 +17,7 @@ class Compared:
         what: is compared.
         count: how many numbers or tensors.
         worst: the largest relative error.
-        where: that has it.
+        where: its place.
         tolerance: the relative error up to which they count as equal.
     """
 
@@ -60,9 +60,9 @@ class Verification:
     Attributes:
         title: the model, the plan, the ranks and the steps.
         first: the first difference; None where there is none.
-        table: what was compared.
-        notes: what else is to be known.
-        seconds: that it took.
+        table: the comparisons.
+        notes: further remarks.
+        seconds: duration.
     """
 
     title: str
@@ -73,7 +73,7 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Whether the run under the plan is that of the plain loop."""
+        """Whether the run under the plan equals that of the plain loop."""
         return self.first is None
 
     def as_dict(self) -> dict[str, Any]:

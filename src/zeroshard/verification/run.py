@@ -53,7 +53,7 @@ def verify(
         model: a function without arguments that makes the model; or a Hugging Face configuration, or the path of a
             config.json, which is narrowed. Of other models with many like blocks, the fewest that the plan can cut are
             kept.
-        plan: what is to be verified.
+        plan: to be verified.
         batch: the whole batch of a step, tensors [B, ...], whose rows are rotated from step to step; or a function of
             the step's number. Needed for models other than causal language models of Hugging Face.
         optimizer: of the parameters; AdamW by default.
@@ -65,7 +65,7 @@ def verify(
     Raises:
         PlanError: a plan whose run is not that of a plain loop by design.
         ModelError, BatchError: a model of which two forwards of the same rows differ, or a batch that does not divide.
-        ZeroshardError: what the engine refuses.
+        ZeroshardError: the engine refuses the plan or the model.
     """
     began = time.monotonic()
     count = default_ranks(plan) if ranks is None else ranks
@@ -96,7 +96,7 @@ def verify(
 
 
 def verify_jobs(jobs: Sequence[VerificationJob]) -> list[Verification | ZeroshardError]:
-    """The verdict on each of some jobs of equally many ranks, which share their processes; or the error it ended with.
+    """The verdict or the error of each job; jobs of equally many ranks share their processes.
 
     Raises:
         ModelError: see `verify`.
@@ -110,14 +110,14 @@ def verify_jobs(jobs: Sequence[VerificationJob]) -> list[Verification | Zeroshar
 
 
 def left_out(before: Plan, after: Plan) -> list[str]:
-    """A note on the settings of a plan that another does not have, if there are any."""
+    """A note on the settings of a plan that another lacks, if there are any."""
     given, kept = (dict(flat(plan.as_dict())) for plan in (before, after))
     changed = ", ".join(f"{name}={value!r}" for name, value in given.items() if kept[name] != value)
     return [f"compared without what rounds: {changed}"] if changed else []
 
 
 def check_job(job: VerificationJob) -> None:
-    """Refuse what cannot be compared.
+    """Refuse jobs that cannot be compared with a plain loop.
 
     Raises:
         PlanError: weights that are late by design. BatchError: a batch that does not divide.
@@ -133,7 +133,7 @@ def check_job(job: VerificationJob) -> None:
 
 
 def compared(job: VerificationJob, records: Sequence[RankRecord]) -> Verification:
-    """The verdict on what all ranks saw.
+    """The verdict on the records of all ranks.
 
     Raises:
         ModelError: two forwards of the same rows differ.

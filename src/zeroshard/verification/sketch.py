@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 COUNT = 8  # projections
-WIDTH = 1024  # elements that share a row of signs
-ROWS = 4096  # rows of signs that are drawn at once
+WIDTH = 1024  # elements per row of signs
+ROWS = 4096  # rows of signs per draw
 
 Sketch = tuple[float, ...]  # elements, norm, projections
 
@@ -32,8 +32,8 @@ def sketch(tensor: Tensor) -> Sketch:
 
 
 def distance(found: Sketch, wanted: Sketch, factor: float = 1.0) -> float:
-    """The estimated norm of `found - factor * wanted`, relative to that of `factor * wanted`; infinite where sizes
-    differ, or one is not finite and the other is.
+    """The estimated norm of `found - factor * wanted`, relative to that of `factor * wanted`; infinite if sizes
+    differ or only one is finite.
     """
     if found[0] != wanted[0]:
         return math.inf

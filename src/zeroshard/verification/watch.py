@@ -26,10 +26,10 @@ class ModuleCall:
     """One call of a module.
 
     Attributes:
-        inputs, outputs: sketches of the floating-point tensors among what it took and returned.
+        inputs, outputs: sketches of the floating-point tensors in its arguments and results.
         weights: of its own parameters when it was entered, by attribute.
         gradients: of the outputs, by their number, as they came in the backward.
-        ended: how many calls had ended before; orders the calls of one forward.
+        ended: calls that had ended before; orders the calls of one forward.
     """
 
     inputs: list[Sketch]
@@ -57,7 +57,7 @@ class Watch:
         self.calls: dict[int, dict[Place, ModuleCall]] = {}
         self.now: int | None = None
         model.register_forward_pre_hook(outside(self._enter_model), with_kwargs=True)
-        apart: list[str] = []  # what these modules get is not what they get in the plain loop
+        apart: list[str] = []  # modules whose inputs differ from those in the plain loop
         for path, module in model.named_modules():
             if getattr(module, ROWS_OF_OTHERS, False):
                 apart.append(f"{path}.")
@@ -68,7 +68,7 @@ class Watch:
 
     @contextmanager
     def step(self) -> Iterator[dict[int, dict[Place, ModuleCall]]]:
-        """Note the calls inside; they are complete when it ends."""
+        """Record the calls inside; they are complete when it ends."""
         self.calls = {}
         yield self.calls
 
@@ -99,7 +99,7 @@ class Watch:
         if call is None:
             outputs = [sketch(tensor) for tensor in tensors]
             if any(value[1] != value[1] for value in outputs):
-                return  # a placeholder, which is NaN: a stage asks for shapes before it runs what it has of the model
+                return  # a placeholder (NaN): a stage reads shapes before it runs its modules
             call = calls[place] = self._entered.pop(place, ModuleCall([], {}))
             call.outputs, call.ended = outputs, len(calls) - 1
         for number, tensor in enumerate(tensors):
@@ -116,5 +116,5 @@ def _has_values(tensor: Tensor) -> bool:
 
 
 def _numbers(tree: Any) -> Iterator[Tensor]:
-    """The floating-point tensors in a tree that hold values."""
+    """The floating-point tensors with values in a tree."""
     return (t for t in tensors_in(tree) if _has_values(t) and t.layout is torch.strided)

@@ -1,4 +1,4 @@
-"""The whole batch of a step beside its parts: whether the mean over parts is the loss of the whole.
+"""The whole batch of a step against its parts: whether the mean over parts is the loss of the whole batch.
 
 A loss that is the mean over the tokens of its own part is not, where parts hold unlike numbers of tokens: padding,
 masks and weights of samples make them unlike. Then the gradient of the whole batch is still a sum of the parts'
@@ -18,24 +18,24 @@ from zeroshard.step.losses import Loss
 from zeroshard.verification.plain import Plain
 
 FOLDED = 1024  # random sums of elements in which gradients are compared
-CLOSE = 1e-3  # relative difference up to which weights count as one
-EXPLAINED = 1 / 8  # of the difference: what may be left beside the weights for these to explain it
+CLOSE = 1e-3  # relative difference up to which weights count as equal
+EXPLAINED = 1 / 8  # largest unexplained share of the difference
 EXACT = 2.0**-18  # relative error of a loss that is made of the parts' losses, and of the mean of their weights
-GENERIC = 2  # elements for each part, fewer of which can be explained by any weights
+GENERIC = 2  # least elements per part; fewer fit any weights
 ROUNDING = {torch.float16: 2.0**-5, torch.bfloat16: 2.0**-3}  # allowed with weights in these dtypes
-SINGLE = 2.0**-9  # and in others: below, a factor that follows the losses is like counts that are nearly alike
+SINGLE = 2.0**-9  # and in others; smaller differences could be counts that are nearly equal
 
 
 @dataclass(frozen=True, slots=True)
 class WholeBatch:
-    """The whole batch of a step beside the mean over its parts.
+    """The whole batch of a step against the mean over its parts.
 
     Attributes:
         loss: of the whole batch in one forward.
         mean: of the parts' losses, as the step weighs them.
         error: of the mean gradient over parts, relative to that of the whole batch.
         tolerance: the error up to which they count as equal.
-        weights: that parts have in the whole, relative to those that they have in the step; None where none explain it.
+        weights: of the parts in the whole batch, relative to those in the step; None if none explain it.
     """
 
     loss: float
@@ -51,7 +51,7 @@ class WholeBatch:
 
     @property
     def cause(self) -> str:
-        """Why a mean that is another is so, and the way out."""
+        """The cause of a different mean, and the way out."""
         weights = self.weights or (1.0,)
         losses = f"the parts' losses have the mean {self.mean:.6g}, the whole batch has {self.loss:.6g}"
         if _alike(weights):
@@ -73,11 +73,11 @@ class WholeBatch:
 
 
 def of_whole_batch(plain: Plain, number: int) -> WholeBatch | None:
-    """A step's whole batch beside its parts, each from the buffers at the start; None where it cannot be run whole."""
+    """A step's whole batch against its parts, from the initial buffers; None if it cannot run whole."""
     try:
         whole, gradient = _with_gradient(plain, plain.alone(plain.whole(number)))
     except RuntimeError:
-        return None  # a model for one size of batches
+        return None  # the model has a fixed batch size
     batches = [each for rank in range(plain.job.data_ranks) for each in plain.job.microbatches(number, rank)]
     parts = [plain.alone(batch) for batch, _ in batches]
     total = sum(float(part.items) for part in parts if part.items is not None)
@@ -105,7 +105,7 @@ def of_whole_batch(plain: Plain, number: int) -> WholeBatch | None:
 
 
 def _with_gradient(plain: Plain, loss: Loss) -> tuple[float, Tensor]:
-    """A loss, and random sums of the elements of its gradient [FOLDED]."""
+    """A loss, and random sums of its gradient's elements [FOLDED]."""
     value = loss.value if loss.items is None else loss.value / max(float(loss.items), 1.0)
     gradients = torch.autograd.grad(value, list(plain.trained.values()), allow_unused=True)
     return float(value.detach()), _folded(dict(enumerate(gradients)))
