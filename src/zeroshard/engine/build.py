@@ -149,7 +149,7 @@ class Builder:
         return self._equip(units, parts, techniques)
 
     def _place(self, chosen: Chosen, kinds: list[Kinds], layout: StateLayout) -> None:
-        """Check that the states fit, let ranks share memory, and share whole parameters out among owners."""
+        """Check that the states fit, map memory that ranks share, and assign whole parameters to owners."""
         units, precision = chosen.units, self._precision
         checks = RoomChecks(self._plan, self._comm.mesh, self._ledger, self._stage, layout)
         itemsize = lambda p: precision.dtype_of(p, p in chosen.fp32).itemsize  # noqa: E731
@@ -167,7 +167,7 @@ class Builder:
             self._spans.owners = deal_out(kinds, self._axes, chosen.groups, optimizer, owned, self._cuts)
 
     def _materialise(self, chosen: Chosen, kinds: list[Kinds], materialiser: Materialiser) -> list[list[Part]]:
-        """Give values to the parameters and buffers of this rank, unit by unit; its parts."""
+        """Materialise this rank's parameters and buffers, unit by unit; returns its parts."""
         parts = list[list[Part]]()
         for unit, of_unit in zip(chosen.units, kinds, strict=True):
             for owner in unit.owners:
@@ -200,7 +200,7 @@ class Builder:
         return savers_of(SavingPlan(policy.compress, tier, policy.copies_ahead, self._key), self._model, self._ledger)
 
     def _room_for_states(self) -> None:
-        """Refuse states without room before the first step, in which torch makes them."""
+        """Refuse states that do not fit before the first step, in which torch makes them."""
         more = self._spans.state_bytes() - self._ledger.account(Category.OPTIMIZER_STATES).current
         self._ledger.check_room(Category.OPTIMIZER_STATES, more, "the first step")
 
@@ -215,7 +215,7 @@ class Builder:
             group["params"] = [new.get(parameter, parameter) for parameter in group["params"]]
 
     def _offload(self, units: list[Unit], optimizer: torch.optim.Optimizer) -> set[int]:
-        """Find the host tiers, if the plan uses them; returns the numbers of the units that are updated there."""
+        """Open the host tiers, if the plan uses them; returns the numbers of the units that are updated there."""
         policy = self._plan.offloading
         if not self._plan.offloading.kinds:
             return set()
@@ -235,7 +235,7 @@ class Builder:
         return ByChunk(units, weights) if self._plan.pipelined else ByPass(units, weights, self._comm)
 
     def _key(self) -> int:
-        """Of this rank's random numbers in the step under way that no layer draws."""
+        """Key of this rank's random numbers in the current step that belong to no layer."""
         return seed_of(self._plan.seed, "step", self._progress.steps(), "rank", self._axes.world.mesh.rank)
 
     def _random_numbers(self, techniques: Sequence[Technique]) -> RandomNumbers:
@@ -256,7 +256,7 @@ class Builder:
         return list(found.values())
 
     def _share_memory(self, units: list[Unit]) -> None:
-        """Map shared memory for the ranks, where plan and machine allow it."""
+        """Map memory that the ranks share, where plan and machine allow it."""
         plan, mesh = self._plan, self._comm.mesh
         several = [axis for axis in self._slicing if max(map(len, axis.groups)) > 1]
         if plan.transport == "network" or plan.streams or not several or plan.offloading.parameters:

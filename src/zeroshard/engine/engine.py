@@ -367,7 +367,7 @@ class Engine:
         Args:
             extra: other state of the run, as plain values; `load` returns it.
             keep: how many checkpoints named like `step-00000100` stay in the folder, this one included; all by default.
-            wait: return when it is on the disk, and keep no copy.
+            wait: return once the checkpoint is on the disk, without a copy in host memory.
 
         Raises:
             CheckpointError: the path exists already or cannot be made; with `wait`, whatever went wrong.
@@ -505,7 +505,7 @@ class Engine:
 
     @property
     def ranks(self) -> int:
-        """How many processes train together."""
+        """Number of processes in the job."""
         return self.mesh.ranks
 
     @property
@@ -515,12 +515,12 @@ class Engine:
 
     @property
     def recomputed(self) -> int:
-        """How many forwards of blocks backwards have computed again so far; of chunks of a pipeline, none count."""
+        """Block forwards recomputed by backwards so far; chunks of a pipeline do not count."""
         return getattr(self._recomputation, "recomputed", 0)
 
     @property
     def activation_decisions(self) -> list[dict[str, Any]]:
-        """Decisions of `recompute="auto"` on each block of this rank, predicted beside measured."""
+        """Decisions of `recompute="auto"` on each block of this rank, with predicted and measured values."""
         return getattr(self._recomputation, "decisions", [])
 
     @property
@@ -550,12 +550,12 @@ class Engine:
 
     @property
     def seconds_waiting(self) -> float:
-        """How long this rank stood waiting for others in the last step."""
+        """Seconds for which this rank waited for other ranks in the last step."""
         return sum(count.seconds for purpose, count in merged(self._sent).items() if purpose not in BETWEEN_TIERS)
 
     @property
     def speculation_counts(self) -> SpeculationCounts:
-        """Of the offloaded updates that ran beside backwards, how many were taken over, and how many undone."""
+        """Offloaded updates that ran during backwards: how many were kept, and how many undone."""
         return self._late.speculation_counts
 
     def watch_gradients(self, watcher: Callable[[list[GradientShare]], None]) -> None:
@@ -567,12 +567,12 @@ class Engine:
         self._decision.watcher = lambda: watcher(shares_of(parts, losses.gain * ranks / self.loss_scale))
 
     def trace(self, memory: bool = False, profile: str | PathLike[str] | None = None) -> AbstractContextManager[Trace]:
-        """Keep when forwards, backwards, updates, copies and jobs of the host inside run; complete when it ends.
+        """Record the times of forwards, backwards, updates, copies and host tasks inside; complete when it ends.
 
-        On a GPU, copies are entered when they are handed to their streams. A trace may be inside of another.
+        On a GPU a copy is recorded when it is issued to its stream. Traces may be nested.
 
         Args:
-            memory: keep every change of memory too, activations included, which slows the forward down.
+            memory: record every change of memory too, activations included, which slows the forward down.
             profile: a folder for a profile by torch.profiler, in which each rank writes `rank0.json`, `rank1.json`
                 and so on when the trace ends; ui.perfetto.dev and chrome://tracing open them.
         """
@@ -599,7 +599,7 @@ class Engine:
 
     @property
     def data_rank(self) -> int:
-        """Which batch this rank works on: its rank, or in a pipeline which replica of its stage it is."""
+        """The batch of this rank: its rank, or in a pipeline the number of its stage's replica."""
         return self._axes.data_rank
 
     @property
@@ -620,7 +620,7 @@ class Engine:
 
     @property
     def pipeline(self) -> PipelineSchedule | None:
-        """The lists of all ranks, where the model is cut into stages."""
+        """The action lists of all ranks, where the model is cut into stages."""
         return self._stage.pipeline
 
     @property
@@ -630,7 +630,7 @@ class Engine:
 
     @property
     def split(self) -> tuple[str, ...]:
-        """The layers with which the chunks after the first begin; a plan with this `split` cuts the model alike."""
+        """The layers with which the chunks after the first begin; a plan with this `split` gives the same cut."""
         return self._stage.split
 
     @property
@@ -678,11 +678,11 @@ class Engine:
 
     @property
     def sent_so_far(self) -> dict[Purpose, Count]:
-        """Traffic of the step under way over the wire, by purpose."""
+        """Traffic of the current step over the wire, by purpose."""
         return merged(comm.counts for comm in self._axes.all)
 
     def _take_over(self) -> None:
-        """Go on with the weights that were read."""
+        """Continue with the loaded weights."""
         self.world.agree(b"", "loaded")
         self._sequence.consume()
         self._order.reloaded()

@@ -1,5 +1,4 @@
-"""Hooks along the forward: units are gathered before use and freed after it; the user's classes stay
-untouched.
+"""Hooks along the forward: units are gathered before use and freed after it; the user's classes stay as they are.
 
 [Note: saved weights] Autograd saves weights, or views of them, for the backward. A saved tensor that lives in a
 gathered buffer is kept as it is (it pins no memory, the storage is emptied under it) and its unit is gathered again

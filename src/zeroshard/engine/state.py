@@ -1,4 +1,4 @@
-"""A model's parts as the logical tensors of a checkpoint, and back."""
+"""Weights, optimizer states, buffers and random numbers as the logical tensors of a checkpoint, and back."""
 
 import json
 import math
@@ -43,7 +43,7 @@ class State:
 
     Attributes:
         buffers: of the model.
-        wholes: puts parameters together that are split over axes.
+        wholes: assembles parameters that are split over axes.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class State:
         self.wholes = WholeTensors(assembly.parts, axes.new, tied)
 
     def save(self, path: Path, facts: dict[str, Any], keep: int | None, wait: bool) -> Saving:
-        """Write everything that the next step depends on; a collective call, which returns when all is copied.
+        """Write all state of the next step; a collective call, which returns once everything is copied.
 
         Args:
-            keep: how many checkpoints beside `path` stay.
-            wait: return when it is on the disk instead.
+            keep: how many checkpoints in the folder of `path` stay.
+            wait: return only once it is on the disk.
 
         Raises:
             CheckpointError: the path exists or cannot be made, `facts` is no JSON; or with `wait`, what went wrong.
@@ -110,7 +110,7 @@ class State:
         return facts
 
     def load_weights(self, path: Path) -> None:
-        """Take weights and buffers alone from safetensors files; a collective call, each rank reads its slices.
+        """Load weights and buffers alone from safetensors files; a collective call, each rank reads its slices.
 
         Raises:
             CheckpointError: they are of another model.
@@ -126,7 +126,7 @@ class State:
         self._take_weights(opened)
 
     def load_state_dict(self, state: Mapping[str, Any] | None, strict: bool) -> LoadedKeys:
-        """Take weights and buffers alone from a state dict, that of rank 0 where others have None; a collective call.
+        """Load weights and buffers alone from a state dict, rank 0's where other ranks pass None; a collective call.
 
         Raises:
             CheckpointError: it is of another model, or ranks give different ones.
@@ -144,7 +144,7 @@ class State:
         return given.keys
 
     def _take_weights(self, opened: Callable[[], WeightFiles | GivenWeights]) -> None:
-        """Take weights and buffers from opened files or tensors; an error of one rank is raised on all."""
+        """Load weights and buffers from opened files or tensors; an error of one rank is raised on all."""
         problem: CheckpointError | None = None
         try:
             source = opened()
@@ -160,7 +160,7 @@ class State:
         self._publish()
 
     def _refuse_on_all_ranks(self, problem: CheckpointError | None) -> None:
-        """Raise on all ranks the error that one of them met."""
+        """Raise one rank's error on all ranks."""
         word = [type(problem) is DamagedError, str(problem)] if problem else None
         problems = [found for found in self._world.agree_on(word, "what was read") if found]
         if problems:
@@ -175,7 +175,7 @@ class State:
             part.weights.published()
 
     def _begin(self, order: WriteOrder, facts: dict[str, Any]) -> str:
-        """Let all ranks agree that a checkpoint can be begun; the token of this try."""
+        """Agree with all ranks that the checkpoint can begin; returns the token of this attempt."""
         problem = found = None
         if self._world.mesh.rank == 0:
             order.token = f"{time.time_ns():x}"

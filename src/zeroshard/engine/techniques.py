@@ -58,7 +58,7 @@ def step_ends_of(
 
     Args:
         comm: of the ranks of the stage.
-        more: recomputation of blocks.
+        more: recomputation of blocks; None without it.
     """
     mixtures = MixtureSteps(model, comm, stage.is_elsewhere, ranks_together(techniques, comm.mesh.ranks))
     return [*([mixtures] if mixtures.reads else []), *(more.step_ends(comm, stage.world) if more else [])]
@@ -142,7 +142,7 @@ def recomputing_of(
 
 
 def together_of(plan: Plan, ranks: int) -> int:
-    """How many of so many ranks work on the same data: neighbours, from a multiple of their number on.
+    """Number of ranks that work on the same data: neighbours, whose first rank is a multiple of that number.
 
     Raises:
         PlanError: as `data_ranks_of`.
@@ -151,7 +151,7 @@ def together_of(plan: Plan, ranks: int) -> int:
 
 
 def data_ranks_of(plan: Plan, ranks: int) -> int:
-    """How many batches make up a step on so many ranks: one of each group of ranks that work on the same data.
+    """Number of batches in a step: one for each group of ranks that work on the same data.
 
     Raises:
         PlanError: the ranks do not divide among stages, or among the groups of a technique.

@@ -32,38 +32,38 @@ class StageRanks(Protocol):
 
     @property
     def world(self) -> Comm:
-        """All that train."""
+        """All ranks of the job."""
 
     @property
     def mesh(self) -> Mesh:
-        """Those of this rank's stage."""
+        """The ranks of this rank's stage."""
 
     @property
     def parts(self) -> list[list[int]]:
-        """Those of each stage."""
+        """The ranks of each stage."""
 
     @property
     def data_ranks(self) -> int:
-        """Batches of a step."""
+        """Number of batches in a step."""
 
     @property
     def data_rank(self) -> int:
-        """This rank's batch."""
+        """The number of this rank's batch."""
 
     @property
     def called(self) -> str:
-        """The phrase that a sentence about the ranks of a stage adds."""
+        """The phrase for the ranks of a stage in error messages."""
 
 
 class Axes:
     """The axes of one engine; making it is a collective call.
 
     Args:
-        shard_group: ranks that slice among themselves; all that work on different data by default.
+        shard_group: number of ranks that slice among themselves; by default all that work on different data.
 
     Attributes:
         world: all ranks that train.
-        alike: those of this rank's stage, which agree on each step.
+        alike: the ranks of this rank's stage, which agree on each step.
         new: the axes of techniques, by name.
         data_ranks: how many batches make up a step; `data_rank` is this rank's.
 
@@ -90,12 +90,12 @@ class Axes:
 
     @property
     def data_ranks(self) -> int:
-        """Batches of a step."""
+        """Number of batches in a step."""
         return self._stage.data_ranks
 
     @property
     def data_rank(self) -> int:
-        """This rank's batch."""
+        """The number of this rank's batch."""
         return self._stage.data_rank
 
     def place(self, kind: PlaceKind) -> Place:
@@ -109,7 +109,7 @@ class Axes:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Collectives inside of layers are counted as those of an evaluation inside."""
+        """Count collectives inside of layers as those of an evaluation."""
         for comm in self.all:
             comm.evaluates = True
         try:
@@ -119,7 +119,7 @@ class Axes:
                 comm.evaluates = False
 
     def begin(self) -> None:
-        """Training begins; from here on, ranks that do the same have the same digests."""
+        """Begin training: digests start at 0 on all ranks."""
         for comm in self.all:
             comm.digests = dict.fromkeys(comm.digests, 0)
 
@@ -143,7 +143,7 @@ class Axes:
 
     @property
     def same_data(self) -> Partition:
-        """The ranks of the stage that work on the same data, of each batch."""
+        """The ranks of the stage, grouped by the data that they work on."""
         return self._on_same_data(self._stage.mesh.ranks)
 
     @property
@@ -190,7 +190,7 @@ class Axes:
         return [tuple(of[rank] for of in places) for rank in range(ranks)]
 
     def _on_same_data(self, ranks: int) -> Partition:
-        """The ranks that work on the same data."""
+        """The ranks, grouped by the data that they work on."""
         dense = _by(self._coordinates(DENSE, ranks))
         return [list(column) for column in zip(*dense, strict=True)]
 
@@ -222,7 +222,7 @@ class Axes:
         return [list(place) for groups in self._sliced(kind, ranks) for place in zip(*groups, strict=True)]
 
     def _twins(self, kind: PlaceKind, ranks: int) -> Partition:
-        """Of ranks on the same data, those with the same part or slice."""
+        """Among ranks on the same data, groups that hold the same part or slice."""
         if kind.axis is not None and self._new(ranks)[kind.axis].data:
             return [[rank] for rank in range(ranks)]
         twins: Partition = []
@@ -235,8 +235,8 @@ class Axes:
         """An axis from the partition of a stage of so many ranks; a collective call, unless its groups are known.
 
         Args:
-            apart: let its collectives have a `Comm` of their own, even if the groups are those of another axis.
-            own: let them have process groups of their own too.
+            apart: give its collectives a `Comm` of their own, even if another axis has the same groups.
+            own: give them process groups of their own too.
         """
         stage, mesh = self._stage, self._stage.mesh
         local = of(mesh.ranks)
@@ -263,12 +263,12 @@ def _joined(checksums: list[int]) -> int:
 
 
 def _places_in(axis: NewAxis) -> dict[int, int]:
-    """Of each rank of a stage: its place in its group."""
+    """The position of each rank of a stage in its group."""
     return {rank: place for group in axis.groups for place, rank in enumerate(group)}
 
 
 def _by(keys: Sequence[tuple[int, ...]]) -> Partition:
-    """The places of equal keys, in the order of the keys."""
+    """The positions of equal keys, in the order of the keys."""
     found: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for place, key in enumerate(keys):
         found[key].append(place)

@@ -30,14 +30,14 @@ class GradientShare:
 
 
 def shares_of(parts: Parts, factor: float) -> list[GradientShare]:
-    """Copies, times `factor`, of the gradients whose slices this rank has; to be called when all are reduced."""
+    """Copies, times `factor`, of the gradients in this rank's slices; called once all are reduced."""
     found = []
     for part, gradients in parts.trained:
         total, index = gradients.settle().settle(), part.flat.index
         start = index.interval(part.weights.rank)[0]
         for number, low, high in index.overlaps(start, start + total.numel()):
             every = list(part.boxes(number, low, total[low - start : high - start].detach()))
-            for mine in (True, False):  # the pieces that this rank counts, and those that another one does
+            for mine in (True, False):  # the pieces that this rank counts, and those that another rank counts
                 held = [each for each, counted in every if counted is mine]
                 if held:
                     values = torch.cat([each.values.reshape(-1) for each in held]).cpu().mul_(factor)

@@ -1,4 +1,4 @@
-"""The path of a gradient, from autograd to the update."""
+"""Gradients of one flat, from autograd to the update."""
 
 from collections.abc import Callable, Iterator
 from typing import Protocol
@@ -10,7 +10,7 @@ from zeroshard.units import Flat
 
 
 class GradientSum(Protocol):
-    """Where the means of a slice [S] add up until the update: on the device, or on a tier below it."""
+    """Sum of the means of a slice [S] until the update: on the device, or on a tier below it."""
 
     @property
     def adds(self) -> bool:
@@ -22,19 +22,19 @@ class GradientSum(Protocol):
 
     @property
     def wide(self) -> bool:
-        """Whether 16-bit gradients have come to be summed in fp32."""
+        """Whether 16-bit gradients are summed in fp32."""
 
     def slot(self) -> torch.Tensor:
         """Memory for the next mean [S]."""
 
     def put(self, mean: torch.Tensor) -> None:
-        """Add a mean [S], in its slot or elsewhere, which the caller leaves unchanged until `release`."""
+        """Add a mean [S], in its slot or elsewhere; the caller leaves it unchanged until `release`."""
 
     def release(self) -> None:
         """Wait until the slot is free again."""
 
     def make_way(self) -> None:
-        """The gradient buffer is about to be written."""
+        """Prepare for a write into the gradient buffer."""
 
     def widen(self, empty: bool = False) -> None:
         """Sum in fp32 from now on, `empty` or not."""
@@ -52,17 +52,17 @@ class GradientSum(Protocol):
         """Note a change of the sum in place; with `filled`, it holds gradients of other ranks."""
 
     def consume(self) -> None:
-        """The next mean begins a new sum."""
+        """Begin a new sum with the next mean."""
 
     def planned(self) -> Iterator[Planned]:
-        """Planned bytes of it."""
+        """Planned bytes of the sum."""
 
     def wire(self, work: Work) -> Wire:
-        """Planned elements that it moves between tiers in a step."""
+        """Planned elements moved between tiers in a step."""
 
 
 class Reduction(Protocol):
-    """The way of gradients from the gradient buffer into the sum of the slice's owner."""
+    """Reduces the gradient buffer into the sum of the slice's owner."""
 
     needed: bool
     local: bool
@@ -82,10 +82,10 @@ class Reduction(Protocol):
         """Wait until the gradient buffer is free again."""
 
     def meet(self) -> None:
-        """Finish and release, where other ranks wait for this one's part."""
+        """Finish and release, where other ranks wait for this rank's part."""
 
     def start_whole(self) -> None:
-        """Start the gather for `whole`, if that takes no memory."""
+        """Start the gather for `whole`, if it needs no memory."""
 
     def whole(self, total: torch.Tensor) -> torch.Tensor:
         """The gradient over the elements that this rank updates, from its slice of the sum."""
@@ -94,13 +94,13 @@ class Reduction(Protocol):
         """The contents of `whole` as consecutive pieces, for reads only."""
 
     def used(self) -> None:
-        """The update has read the tensors of `whole` or `pieces`."""
+        """Note that the update has read the tensors of `whole` or `pieces`."""
 
     def reserve(self, total: torch.Tensor) -> None:
-        """Make the arena hold the scratch of `whole`."""
+        """Reserve the scratch of `whole` in the arena."""
 
     def wire(self, work: Work) -> Wire:
-        """Planned elements that it sends in a step."""
+        """Planned elements sent in a step."""
 
 
 class Gradients(Protocol):
@@ -115,17 +115,17 @@ class Gradients(Protocol):
 
     @property
     def layout(self) -> tuple[bool, bool]:
-        """Whether 16-bit gradients have come to be summed in fp32: over reductions, and on this rank before one."""
+        """Whether 16-bit gradients were widened to fp32: in the sum over reductions, and in this rank's buffer."""
 
     @layout.setter
     def layout(self, wide: tuple[bool, bool]) -> None:
-        """Set the buffers to those that an earlier run came to need."""
+        """Restore the dtypes of the buffers from an earlier run."""
 
     def receive(self, number: int, gradient: torch.Tensor | None) -> None:
-        """Add the gradient of parameter `number`; None where autograd has come to it without any."""
+        """Add the gradient of parameter `number`; None where autograd reached the parameter without a gradient."""
 
     def collect(self) -> None:
-        """Copy gradients that autograd has added up itself to the buffer."""
+        """Copy gradients that autograd has accumulated itself to the buffer."""
 
     def settle(self) -> GradientSum:
         """The sum of the step, with nothing under way."""
@@ -141,10 +141,10 @@ class Gradients(Protocol):
         """Drop the step's gradients."""
 
     def planned(self) -> Iterator[Planned]:
-        """Planned bytes of them."""
+        """Planned bytes of the gradients."""
 
     def wire(self, work: Work) -> Wire:
-        """Planned elements that they send in a step."""
+        """Planned elements sent in a step."""
 
 
 def edit_sum(gradients: Gradients, edit: Callable[[torch.Tensor], object], filled: bool = False) -> None:

@@ -24,7 +24,7 @@ class Versions(Protocol):
     """The versions of one flat's weights.
 
     Attributes:
-        older: how many there are besides the latest, once the pipeline is full.
+        older: number of versions besides the latest, once the pipeline is full.
         single: whether there is never more than one, so that the user's own parameters stay in the model.
         latest: number of the newest.
     """
@@ -35,16 +35,16 @@ class Versions(Protocol):
 
     @property
     def buffers(self) -> list[torch.Tensor]:
-        """Those of all versions."""
+        """The buffers of all versions."""
 
     def use(self, version: int) -> None:
         """Put a version's parameters into the modules."""
 
     def drop(self, version: int) -> None:
-        """Nothing uses a version any more."""
+        """Free a version that is no longer used."""
 
     def advance(self) -> torch.Tensor:
-        """Begin the next version as a copy of the latest; its buffer."""
+        """Begin the next version as a copy of the latest; returns its buffer."""
 
     def restart(self) -> None:
         """Count from 0 again."""
@@ -70,17 +70,17 @@ class OneVersion:
         return [self._weights.full]
 
     def use(self, version: int) -> None:
-        """It is in the modules."""
+        """Nothing: it is in the modules already."""
 
     def drop(self, version: int) -> None:
-        """It stays."""
+        """Nothing: it stays."""
 
     def advance(self) -> torch.Tensor:
-        """It is updated in place."""
+        """The same buffer: it is updated in place."""
         return self._weights.full
 
     def restart(self) -> None:
-        """There is nothing to count."""
+        """Nothing to count."""
 
 
 class Counted(Protocol):
@@ -95,7 +95,7 @@ class Counted(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CountedBox:
-    """The counted elements of a part of which other ranks hold and count the rest: one box of them."""
+    """One box of the elements that this rank counts, of a part whose other elements other ranks count."""
 
     values: torch.Tensor
 
@@ -110,13 +110,13 @@ class CountedBox:
 
 @dataclass(slots=True)
 class Part:
-    """One flat buffer with all that techniques hang on it.
+    """One flat buffer with its weights, gradients and updater.
 
     Attributes:
         place: where it lies among the ranks.
         splits: by name, parameters that are parts of larger tensors.
         gradients: None where nothing is trained.
-        edits: how often the user has written into the parameters where it was taken over.
+        edits: how often the user's writes into the parameters were taken over.
     """
 
     flat: Flat
@@ -135,7 +135,7 @@ class Part:
         self.updater.take_over()
 
     def whole_shape(self, number: int) -> tuple[int, ...]:
-        """The shape of the tensor that a parameter is, or is a part of."""
+        """The shape of the whole tensor that contains the parameter."""
         entry = self.flat.index.entries[number]
         split = self.splits.get(entry.name)
         return tuple(entry.shape) if split is None else split.shape
@@ -165,7 +165,7 @@ class Part:
         ]
 
     def nonfinite(self, gradients: Gradients) -> list[str]:
-        """The names of the parameters with an element of the step's sum on this rank that is not finite."""
+        """Names of the parameters with a non-finite element in this rank's slice of the step's sum."""
         index, total = self.flat.index, gradients.settle().settle()
         start = index.interval(self.weights.rank)[0]
         return [
@@ -176,7 +176,7 @@ class Part:
 
     @property
     def lost(self) -> str | None:
-        """Why a write into the parameters outside of `gathered()` would not last, in words; None if it would."""
+        """The reason why a write into the parameters outside of `gathered()` would be lost; None if it would last."""
         return self.weights.lost or (self.updater.lost if self.versions.single else None)
 
     def planned(self) -> Iterator[Planned]:
@@ -188,7 +188,7 @@ class Part:
         yield from self.updater.planned()
 
     def wire(self, work: Work) -> Wire:
-        """Planned elements that are sent, and moved between tiers, in a step."""
+        """Planned elements sent, and moved between tiers, in a step."""
         yield from self.weights.wire(work)
         if self.gradients is not None:
             yield from self.gradients.wire(work)
@@ -197,7 +197,7 @@ class Part:
         yield from self.updater.wire(work)
 
     def reserve(self, gradients: Gradients) -> int:
-        """Make the scratch that an update with these gradients takes; bytes of scalars that it will make."""
+        """Reserve the scratch of an update with these gradients; returns the bytes of its scalars."""
         updater, index, written = self.updater, self.flat.index, bytes(gradients.written_in_step)
         total, (arena, scalars) = gradients.settle().settle(), updater.leaves
         gradients.reduction.reserve(total)
@@ -209,7 +209,7 @@ class Part:
         return scalars * sum(bool(written[index.number_at(span.start)]) for span in updater.spans)
 
     def next_version(self) -> None:
-        """Where older weights are still in use, let the update work on a copy of the latest."""
+        """Where older weights are still in use, point the update at a copy of the latest."""
         buffer = self.versions.advance()
         if buffer is not self.weights.full:
             self.weights.move(buffer)
@@ -223,7 +223,7 @@ class MicrobatchRows:
     Attributes:
         step: steps taken before it.
         first: the number of its first row: rows of lower data ranks and of earlier microbatches come before.
-        count: how many they are.
+        count: number of rows.
     """
 
     step: int
@@ -232,29 +232,29 @@ class MicrobatchRows:
 
 
 class RandomNumbers(Protocol):
-    """Gives modules the random numbers that they draw in forwards that are trained, and in recomputations."""
+    """Random numbers of modules in training forwards and in their recomputations."""
 
     def number(self, parts: Sequence[Any]) -> list[MicrobatchRows | None]:
         """The rows of each microbatch of this data rank's batch; may be a collective call."""
 
     def microbatch(self, rows: MicrobatchRows | None) -> AbstractContextManager[None]:
-        """Forwards inside are of these rows."""
+        """Draw inside for these rows."""
 
     def again(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Inside, a module's own forward is computed again in a backward, with torch's generators as at its start."""
+        """Inside, a module's own forward is recomputed in a backward, with torch's generators as at its start."""
 
     def discard(self) -> None:
-        """The backwards of the step so far are as if they had not been."""
+        """Discard the backwards of the step so far."""
 
     def end_step(self) -> None:
-        """A step of a loop by hand ends; may be a collective call."""
+        """End a step outside of `train_step`; may be a collective call."""
 
 
 class TorchStreams:
-    """Each rank's own generators of torch: the numbers depend on ranks, stages and microbatches; they cost nothing."""
+    """Each rank's own torch generators: the numbers depend on ranks, stages and microbatches; no cost."""
 
     def number(self, parts: Sequence[Any]) -> list[MicrobatchRows | None]:
-        """Rows have no numbers."""
+        """None for each: rows have no numbers."""
         return [None] * len(parts)
 
     def microbatch(self, rows: MicrobatchRows | None) -> AbstractContextManager[None]:
@@ -262,14 +262,14 @@ class TorchStreams:
         return nullcontext()
 
     def again(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Torch's generators say all."""
+        """Nothing: torch's generators suffice."""
         return nullcontext()
 
     def discard(self) -> None:
-        """Streams go on."""
+        """Nothing: generators go on."""
 
     def end_step(self) -> None:
-        """There is nothing to check."""
+        """Nothing to check."""
 
 
 @dataclass(slots=True)
@@ -277,8 +277,8 @@ class SpeculationCounts:
     """Counts of updates that ran before the verdict.
 
     Attributes:
-        taken: updates that ran beside the backward and were right.
-        undone: those that were not.
+        taken: updates that ran during the backward and were kept.
+        undone: updates that were reverted.
     """
 
     taken: int = 0
@@ -286,42 +286,42 @@ class SpeculationCounts:
 
 
 class TracedWork(Protocol):
-    """Work that runs beside the main thread, on a clock."""
+    """Work beside the main thread, with a clock."""
 
     def note(self, label: str, start: float) -> None:
-        """Enter into a trace the main thread's computation since `start`."""
+        """Record the main thread's computation since `start` in the trace."""
 
     def now(self) -> float:
         """Seconds of the clock."""
 
     def reset(self) -> tuple[Mapping[Purpose, Count], Mapping[str, float]]:
-        """Copies since the last call, and the seconds for which the main thread stood still, by cause."""
+        """Copies since the last call, and the seconds for which the main thread waited, by cause."""
 
     def traced(self, spans: list[TaskSpan]) -> AbstractContextManager[None]:
         """Add the times of work inside to `spans`."""
 
 
 class Nothing:
-    """No work runs beside the main thread, and there is no clock."""
+    """No work beside the main thread, and no clock."""
 
     def note(self, label: str, start: float) -> None:
-        """There is no trace."""
+        """Nothing: there is no trace."""
 
     def now(self) -> float:
-        """There is no clock."""
+        """0: there is no clock."""
         return 0.0
 
     def reset(self) -> tuple[Mapping[Purpose, Count], Mapping[str, float]]:
-        """Nothing is copied."""
+        """Nothing was copied."""
         return {}, {}
 
     def traced(self, spans: list[TaskSpan]) -> AbstractContextManager[None]:
-        """Nothing is to be kept."""
+        """Nothing to record."""
         return nullcontext()
 
 
 class LateUpdates:
-    """All updates of an engine that run beside its steps; in this class there are none: all are done as `step` returns.
+    """Updates that run beside an engine's steps; in this class none: every update ends before `step` returns.
 
     Args:
         background: work that runs beside the main thread.
@@ -336,31 +336,31 @@ class LateUpdates:
         self.speculation_counts = SpeculationCounts()
 
     def spans_installed(self) -> None:
-        """The optimizer has its spans."""
+        """Prepare for the optimizer's spans, which are complete."""
 
     def start(self, factor: float, step: int) -> None:
-        """The updaters of a step have been called with gradients times `factor`, after `step` steps before."""
+        """Start the updates of a step, with gradients times `factor`, after `step` earlier steps."""
 
     def skip(self) -> None:
-        """A step has no update."""
+        """End a step without an update."""
 
     def forget(self) -> None:
-        """Drop updates that ran before the verdict and were not taken over."""
+        """Drop updates that ran before the verdict and were not kept."""
 
     def flush(self) -> None:
         """Wait for all new weights."""
 
     def finish(self) -> None:
-        """Have the new weights of all updates here that the next step uses."""
+        """Wait for the new weights of all updates that the next step uses."""
 
     def entering(self, root: int, trains: bool) -> None:
-        """A forward begins; have the weights of the root unit here."""
+        """Begin a forward: wait for the new weights of the root unit."""
 
     def need(self, unit: int) -> None:
-        """Have the new weights of a unit here."""
+        """Wait for the new weights of a unit."""
 
     def awaited(self, units: Iterable[int]) -> Iterable[int]:
-        """Those of the units for which forwards must call `need`."""
+        """The units for which forwards must call `need`."""
         return ()
 
 
@@ -368,10 +368,10 @@ class Scratch(Protocol):
     """Lends uninitialised tensors."""
 
     def take(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
-        """A tensor [numel]; hand it back with `give`."""
+        """A tensor [numel]; return it with `give`."""
 
     def give(self, tensor: torch.Tensor) -> None:
-        """Hand back a tensor that `take` returned."""
+        """Return a tensor from `take`."""
 
 
 class ChunkInputs(NamedTuple):
@@ -379,8 +379,8 @@ class ChunkInputs(NamedTuple):
 
     Attributes:
         scratch: for them; None where they lie among the messages.
-        keep: keeps one in another place until its backward, and returns a function that gives it again; None where it
-            stays where it arrived.
+        keep: stores one elsewhere until its backward, and returns a function that restores it; None where it stays
+            where it arrived.
     """
 
     scratch: Scratch | None = None
@@ -394,8 +394,8 @@ class Parts:
     Attributes:
         arena: scratch on the device, which ranks that share memory can read.
         messages: scratch for messages to other ranks; the same arena where no memory is shared.
-        gatherer: brings units that are sliced.
-        random_numbers: that modules draw in training.
+        gatherer: gathers sliced units.
+        random_numbers: of modules in training.
     """
 
     units: Sequence[Unit]
@@ -412,12 +412,12 @@ class Parts:
 
     @property
     def trained(self) -> list[tuple[Part, Gradients]]:
-        """Those with gradients."""
+        """Parts with gradients."""
         return [(part, part.gradients) for part in self.all if part.gradients is not None]
 
     @property
     def turns(self) -> list[tuple[Part, Gradients, int]]:
-        """Trained parts in the order in which a forward uses and an update takes them, with their places in `written`.
+        """Trained parts in the order of forwards and updates, each with its offset in `written`.
 
         The root, which a stage may be without, comes first.
         """
@@ -428,5 +428,5 @@ class Parts:
         return sorted(found, key=lambda item: item[0].flat.unit not in self.units[-1:])
 
     def reserve(self) -> int:
-        """Make the scratch of the next update before it changes anything; bytes of scalars that it will make."""
+        """Reserve the scratch of the next update before it changes anything; returns the bytes of its scalars."""
         return sum(part.reserve(gradients) for part, gradients, _ in self.turns)

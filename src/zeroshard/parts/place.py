@@ -1,4 +1,4 @@
-"""Where a flat lies among the ranks: named axes of the mesh, and the meaning of each for its weights.
+"""The place of a flat among the ranks: named axes of the mesh, and the meaning of each for its weights.
 
 An axis is a partition of all ranks into groups; it need not be a dimension of a rectangle, since stages may have unlike
 numbers of replicas, and the axes of experts are not those of dense layers.
@@ -51,7 +51,7 @@ class Place:
 
     Attributes:
         slices: ranks among which the flat is cut into even slices.
-        owners: ranks that hold the same parameters, sliced or whole; rank 0 of them gives the initial ones.
+        owners: ranks that hold the same parameters, sliced or whole; their rank 0 gives the initial values.
         copies: ranks that hold the same slice and work on other data, so that their gradients are averaged (hybrid
             sharding: MiCS, 2205.00119; hpZ of ZeRO++, 2306.10209); None where there is one.
         twins: ranks that hold the same slice and work on the same data; None where there is one.
@@ -88,15 +88,15 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """A parameter that is a part of a larger tensor, whose other parts other ranks hold.
+    """A parameter that is a part of a larger tensor; other ranks hold the other parts.
 
     Attributes:
         axis: over which it is split, by name.
         shape: of the whole tensor.
         dimension: along which it is cut.
         pieces: those that this rank holds, which lie one after the other in the parameter, along that dimension.
-        by_rank: those of each rank of the axis, for a technique that lets whole matrices be put together to be updated;
-            empty for others.
+        by_rank: those of each rank of the axis, for a technique that allows updates of assembled whole matrices; empty
+            for others.
     """
 
     axis: str
@@ -135,7 +135,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """A parameter that all ranks of an axis hold whole, and of whose gradient each has a part: the parts add up.
+    """A parameter that all ranks of an axis hold whole, each with a partial gradient; the partial gradients add up.
 
     Attributes:
         axis: by name.
@@ -165,7 +165,7 @@ class PlaceKind:
         return DENSE if cut is None else cls(cut.axis, isinstance(cut, Partial))
 
     def __str__(self) -> str:
-        """As labels of flats and axes have it; empty for dense parameters."""
+        """In labels of flats and axes; empty for dense parameters."""
         return f"partial {self.axis}" if self.partial else self.axis or ""
 
 
@@ -175,7 +175,7 @@ DENSE = PlaceKind()
 def boxes_of(
     shape: Sequence[int], split: Split | None, first: int, values: torch.Tensor
 ) -> Iterator[tuple[BoxValues, bool]]:
-    """A run of a parameter's elements as boxes of the tensor that it is of ([Note: parts as boxes]).
+    """A run of a parameter's elements as boxes of the whole tensor ([Note: parts as boxes]).
 
     Args:
         shape: of the parameter.

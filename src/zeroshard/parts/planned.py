@@ -1,4 +1,4 @@
-"""Bytes that a part should hold and move, by the formulas of the papers; the ledger and comm measure them."""
+"""Planned bytes and traffic of a part, by the formulas of the papers; the ledger and comm measure them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ class Planned:
     """Bytes of one category on one tier.
 
     Attributes:
-        nbytes: of elements that hold something; a fraction where the ranks do not divide them.
-        padding: the rest.
+        nbytes: of elements in use; a fraction where the ranks do not divide them.
+        padding: of padding.
     """
 
     tier: str
@@ -27,7 +27,7 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One step.
+    """The work of one step on a unit.
 
     Attributes:
         microbatches: forwards and backwards.

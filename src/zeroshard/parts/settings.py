@@ -1,4 +1,4 @@
-"""Checks that all settings share: a value of a list, a number of a range."""
+"""Checks that all settings share: a choice from a list, a number in a range."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -8,7 +8,7 @@ from zeroshard.errors import PlanError
 
 
 def check_choice(name: str, value: Any, allowed: Sequence[Any]) -> None:
-    """Refuse a value that is none of `allowed`; True and False are no numbers.
+    """Refuse a value outside of `allowed`; True and False are no numbers.
 
     Raises:
         PlanError: naming the setting, the value and the choices.
@@ -79,13 +79,13 @@ def group_from(kind: type[Any], name: str, value: Any) -> Any:
 
 
 def short_form(group: Any) -> Any:
-    """The value of a group's first field where that says everything, else the group."""
+    """The value of a group's first field if the other fields have their defaults, else the group."""
     value = getattr(group, fields(group)[0].name)
     return value if type(group)(value) == group else group
 
 
 def shown(settings: Any) -> str:
-    """A constructor call with those settings alone that differ from the defaults."""
+    """A constructor call with only the settings that differ from the defaults."""
     differing = [field.name for field in fields(settings) if getattr(settings, field.name) != field.default]
     return f"{type(settings).__name__}({', '.join(f'{name}={getattr(settings, name)!r}' for name in differing)})"
 

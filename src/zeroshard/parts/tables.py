@@ -55,7 +55,7 @@ Row = TypeVar("Row", bound=MemoryRow | TrafficRow)
 
 
 class _Table(Generic[Row]):
-    """Rows that print as a table and come as dicts."""
+    """Rows that print as a table and convert to dicts."""
 
     rows: list[Row]
     title: str

@@ -1,4 +1,4 @@
-"""The axes that a technique which splits parameters gives the engine before flats are made."""
+"""The axes that a technique which splits parameters adds to the engine, before flats are made."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -29,14 +29,14 @@ class NewAxis:
 
 
 class Technique(Protocol):
-    """Splits parameters over axes of its own. A plan that asks for none has none.
+    """Splits parameters over axes of its own. A plan without techniques has none.
 
     Modules stay, with their classes and the names of their parameters; in a pipeline they are those of all stages.
     """
 
     @property
     def zones(self) -> ActivationZones | None:
-        """Where it divides activations too, so that random numbers are those of a part; None otherwise."""
+        """Zones of divided activations, for random numbers of this rank's part; None where none are divided."""
 
     def axes(self, ranks: int) -> Mapping[str, NewAxis]:
         """The axes that it needs on a stage of so many ranks, by name.
@@ -46,7 +46,7 @@ class Technique(Protocol):
         """
 
     def cut(self, model: nn.Module, axes: Mapping[str, Axis]) -> Cuts:
-        """Put this rank's parts in the place of parameters of the model, and let its modules compute with them.
+        """Replace parameters of the model by this rank's parts, with modules that compute with them.
 
         Parameters are the same on all ranks before, or on the meta device; then so are their parts, in the shape
         `Split.part_shape`. Modules are initialised later, as they were before this call: their attributes may change
@@ -59,7 +59,7 @@ class Technique(Protocol):
         """
 
     def replicated_over(self, layer: str) -> str | None:
-        """The axis whose ranks hold the same activation where it enters a layer of a pipeline; None if they do not.
+        """The axis whose ranks hold the same activation at the entrance of a pipeline's layer; None if they do not.
 
         Each of them then sends a part of it between stages, and of its gradient (2104.04473, section 4.1).
 
@@ -78,10 +78,10 @@ class StepEnd(Protocol):
     reads: bool
 
     def before_update(self) -> None:
-        """The gradients of an update are there, and nothing is changed yet; a collective call."""
+        """Act once the gradients of an update are complete and nothing is changed yet; a collective call."""
 
     def end_step(self, skipped: bool) -> None:
-        """A step was taken or skipped; a collective call."""
+        """End a step that was taken or skipped; a collective call."""
 
     @property
     def readings(self) -> Mapping[str, Mapping[str, Any]]:
@@ -89,7 +89,7 @@ class StepEnd(Protocol):
 
 
 def neighbours(ranks: int, size: int, setting: str) -> list[list[int]]:
-    """The ranks of a stage in groups of `size` neighbours, as a setting of that value asks for.
+    """The ranks of a stage in groups of `size` neighbours, for a setting of that value.
 
     Raises:
         PlanError: they do not divide.
@@ -103,7 +103,7 @@ def neighbours(ranks: int, size: int, setting: str) -> list[list[int]]:
 
 
 def ranks_together(techniques: Sequence[Technique], ranks: int) -> int:
-    """How many ranks of a stage of so many work on the same data: neighbours.
+    """Number of ranks in a stage that work on the same data: neighbours.
 
     Raises:
         PlanError: they are no neighbours.

@@ -1,4 +1,4 @@
-"""Updaters: they update the weights that a rank owns, and keep their optimizer states."""
+"""Updaters: they update this rank's weights and keep their optimizer states."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -15,7 +15,7 @@ from zeroshard.parts.weights import Weights
 
 @dataclass(frozen=True, slots=True)
 class OwnRows:
-    """Rows of a matrix whose others are on other ranks.
+    """Rows of a matrix that is cut by rows over several ranks.
 
     Attributes:
         first: the number of the first.
@@ -29,10 +29,10 @@ class OwnRows:
 
 
 class Span(Protocol):
-    """Elements [start, stop) of a flat, of one parameter group, which the optimizer sees as one tensor.
+    """Elements [start, stop) of a flat, of one parameter group; one tensor for the optimizer.
 
     Attributes:
-        rows: which the tensor is; None where it is no part of a matrix that is cut.
+        rows: of a matrix that is cut by rows; None otherwise.
     """
 
     start: int
@@ -46,7 +46,7 @@ class Updater(Protocol):
     """Updates this rank's part of one flat.
 
     Attributes:
-        weights: those that the model computes with.
+        weights: that the model computes with.
         values: the updated ones [S], or [N*S] at stage 0: the parameters themselves, or their fp32 masters.
         start: the place of `values` in the flat.
         separate: whether `values` lie apart from the parameters.
@@ -59,18 +59,18 @@ class Updater(Protocol):
 
     @property
     def spans(self) -> Sequence[Span]:
-        """Its elements as the optimizer sees them; none where nothing is trained."""
+        """The tensors of the optimizer; none where nothing is trained."""
 
     @property
     def matrices(self) -> Mapping[str, Span] | None:
-        """By name, the whole matrices over which this rank steps for all ranks that hold parts; they have the states.
+        """By name, the whole matrices with which this rank steps for all ranks that hold parts; they have the states.
 
         None where the optimizer steps over `spans`, which else are the parts of matrices in `values`.
         """
 
     @property
     def leaves(self) -> tuple[Arena | None, int]:
-        """Tensors that the first `update` leaves on the device beside states.
+        """Tensors that the first `update` leaves on the device, besides states.
 
         Returns:
             the arena in which gradients get the dtype of the values, and bytes of scalars of each span.
@@ -78,7 +78,7 @@ class Updater(Protocol):
 
     @property
     def lost(self) -> str | None:
-        """Why a write into the parameters would be undone by the next update, in words; None if it would not."""
+        """The reason why the next update would undo a write into the parameters; None if it would not."""
 
     def update(self, gradients: Gradients, written: bytes, factor: float) -> None:
         """Begin one step with the gradients times `factor`.
@@ -91,19 +91,19 @@ class Updater(Protocol):
         """Cut the spans at these elements of the flat, with their states, and make the scratch of an update."""
 
     def follow(self) -> None:
-        """The parameters have moved to another buffer, values included."""
+        """Follow the parameters, values included, into another buffer."""
 
     def at_hand(self, writes: bool = False) -> AbstractContextManager[Any]:
-        """Values and states are in memory inside; writes there are kept if `writes`."""
+        """Values and states in memory inside; writes are kept if `writes`."""
 
     def take_over(self) -> None:
-        """Set the values to those that the user has written into the parameters."""
+        """Copy the user's writes into the parameters to the values."""
 
     def restore(self) -> None:
-        """Set the parameters to the values."""
+        """Copy the values to the parameters."""
 
     def elements(self, span: Span) -> dict[str, torch.Tensor]:
-        """The optimizer's states of each element of a span [stop - start], by name, as a checkpoint holds it."""
+        """The optimizer's states of each element of a span [stop - start], by name, in the form of a checkpoint."""
 
     def scalars(self, span: Span) -> dict[str, Any] | None:
         """The optimizer's scalars of a span, such as a step count; None before its first update."""
@@ -115,7 +115,7 @@ class Updater(Protocol):
         """Planned bytes of master weights and states."""
 
     def wire(self, work: Work) -> Wire:
-        """Planned elements that move between tiers in a step."""
+        """Planned elements moved between tiers in a step."""
 
     def exact(self, values: torch.Tensor) -> torch.Tensor:
         """A part of `values` that outlives `at_hand`."""

@@ -1,4 +1,4 @@
-"""The parameters of one flat, as the model computes with them, and the gatherer of all units.
+"""The parameters of one flat, in the form that the model computes with, and the gatherer of all units.
 
 [Note: arriving] `step` may return while updates of the parameters run on: on the host, or as gathers of updated slices
 (`overlap_gather`). Until then a parameter is an absent one ([Note: absent values]) over NaN: reading it waits, and the
@@ -27,7 +27,7 @@ from zeroshard.units import Flat
 
 
 class Residence(Enum):
-    """Where the values of a flat buffer's parameters are."""
+    """Storage state of a flat buffer's parameters."""
 
     SLICED = auto()  # each rank holds its slice; the parameters read NaN
     GATHERING = auto()  # the collective is under way
@@ -39,22 +39,22 @@ ABSENT = frozenset({Residence.SLICED, Residence.GATHERING})  # where other ranks
 
 
 class SliceUpdate:
-    """The update of a rank's slice that is under way, if any; a gather of the slice comes after it."""
+    """The current update of a rank's slice, if any; a gather of the slice waits for it."""
 
     def __init__(self) -> None:
         self._task: Task | None = None
 
     def begin(self, task: Task) -> None:
-        """An update is under way."""
+        """Register a running update."""
         self._task = task
 
     def take(self) -> Task | None:
-        """The update under way, for which the caller waits in place of `end`."""
+        """Return the running update; the caller waits for it in place of `end`."""
         task, self._task = self._task, None
         return task
 
     def end(self, task: Task) -> None:
-        """This update has ended."""
+        """Unregister this update, which has ended."""
         if self._task is task:
             self._task = None
 
@@ -62,7 +62,7 @@ class SliceUpdate:
 class Weights:
     """The buffer of a flat's parameters; in this class every rank keeps it whole.
 
-    Where ranks update slices of it (stages 1 and 2), each gets those of the others after an update.
+    Where ranks update slices of it (stages 1 and 2), each rank gathers the other slices after an update.
 
     Args:
         publishes: whether each rank updates its slice alone.
@@ -71,12 +71,12 @@ class Weights:
         flat: the parameters.
         rank: this rank among those that slice the buffer.
         own: this rank's slice [S].
-        full: the whole buffer [N*S], whose values are here while `residence` is GATHERED.
-        residence: where the values are now.
-        sliced: whether the values go between uses.
+        full: the whole buffer [N*S]; its values are valid while `residence` is GATHERED.
+        residence: storage state of the values.
+        sliced: whether the values are freed between uses.
         copied: whether this rank keeps a whole copy of its own.
-        lost: why a write into the parameters outside of `gathered()` is lost, in words; None where it is kept.
-        update: of `own`, under way.
+        lost: the reason why a write into the parameters outside of `gathered()` is lost; None where it is kept.
+        update: of `own`, while it runs.
         awaits: waits for the values, while `residence` is ARRIVING.
     """
 
@@ -108,7 +108,7 @@ class Weights:
         return self.full
 
     def load(self, values: torch.Tensor) -> None:
-        """Set the parameters from `values` [N*S], of any dtype, and let the user's parameters view them."""
+        """Set the parameters from `values` [N*S], of any dtype, and point the user's parameters at them."""
         self.full.copy_(values)
         self.flat.attach()
 
@@ -117,13 +117,13 @@ class Weights:
         self.full, self.own = buffer, self._part(buffer)
 
     def begin_edit(self) -> None:
-        """Writes go into the parameters themselves."""
+        """Nothing: writes go into the parameters themselves."""
 
     def end_edit(self, keep: bool = True) -> None:
-        """Writes went into the parameters themselves."""
+        """Nothing: writes went into the parameters themselves."""
 
     def start_gather(self, purpose: Purpose = Purpose.GATHER_PARAMETERS) -> None:
-        """Whole parameters need no gather."""
+        """Nothing: whole parameters need no gather."""
 
     def finish_gather(self) -> None:
         """Wait for values that arrive ([Note: arriving]); whole parameters need no gather."""
@@ -131,7 +131,7 @@ class Weights:
             self.awaits()
 
     def __del__(self) -> None:
-        """Parameters that outlive the engine get their values, unless other ranks have a part in them."""
+        """Fill parameters that outlive the engine, unless other ranks hold a part of them."""
         if self.residence is Residence.ARRIVING and not (self._publishes or sys.is_finalizing()):
             with contextlib.suppress(OffloadError):
                 if (update := self.update.take()) is not None:
@@ -139,16 +139,16 @@ class Weights:
                 arrived(self)
 
     def lend(self) -> None:
-        """The user's views follow later updates, as in PyTorch."""
+        """Nothing: the user's views follow later updates, as in PyTorch."""
 
     def free(self) -> None:
-        """Whole parameters are never freed."""
+        """Nothing: whole parameters are never freed."""
 
     def publish(self, spans: int | None = None) -> None:
-        """After an update of `own`, start to bring the other ranks' updated slices into `full` (stages 1 and 2).
+        """After an update of `own`, start to gather the other ranks' updated slices into `full` (stages 1 and 2).
 
         Args:
-            spans: how many tensors of the optimizer view `own`; None where all must be here after `published`.
+            spans: how many optimizer tensors view `own`; None where all values must be complete after `published`.
         """
         if self._publishes:
             index, label = self.flat.index, f"updated {self.flat.label}"
@@ -163,7 +163,7 @@ class Weights:
             self._pending = None
 
     def planned(self) -> Iterator[Planned]:
-        """Every rank holds everything."""
+        """Every rank holds all parameters."""
         yield on_device(self.flat.index, Category.PARAMETERS, self.flat.dtype.itemsize)
 
     def wire(self, work: Work) -> Wire:
@@ -185,10 +185,10 @@ class Weights:
 
 
 def withhold(weights: Weights, finish: Callable[[], None], spans: int = 0) -> bool:
-    """Call `finish` before every use of parameters, whose values change until `arrived` ([Note: arriving]).
+    """Call `finish` before every use of parameters whose values change until `arrived` ([Note: arriving]).
 
     Args:
-        spans: how many tensors of the optimizer view `own`.
+        spans: how many optimizer tensors view `own`.
 
     Returns:
         False where uses cannot be seen, so that the caller must finish at once.
@@ -203,21 +203,21 @@ def withhold(weights: Weights, finish: Callable[[], None], spans: int = 0) -> bo
 
 
 def arrived(weights: Weights) -> None:
-    """End `withhold`: the new values are there."""
+    """End `withhold`: the new values are complete."""
     if weights.residence is Residence.ARRIVING:
         weights.residence, weights.awaits = Residence.GATHERED, None
         weights.flat.attach()
 
 
 def _seen_elsewhere(weights: Weights, spans: int) -> bool:
-    """Whether a tensor of the user shares the buffer, beside parameters, their views, the optimizer's and `p.data`."""
+    """Whether a tensor of the user shares the buffer, besides parameters, their views, the optimizer's and `p.data`."""
     storage, flat = weights.full.untyped_storage(), weights.flat
     users: int = torch._C._storage_Use_Count(storage._cdata)
     return users > len(flat.parameters) + len(flat.views) + flat.aliases + spans + 3  # `full`, `own` and `storage`
 
 
 class PassKind(StrEnum):
-    """The kinds of walks over a model, each with an order of its own."""
+    """Kinds of passes over a model, each with its own order of units."""
 
     FORWARD = "forward"
     EVALUATION = "evaluation"
@@ -229,7 +229,7 @@ class Gatherer:
 
     Attributes:
         gathers: whether units are gathered for use and freed after it.
-        passes: whether they do so inside of passes, as modules use them.
+        passes: whether this happens inside of passes, as modules use the units.
     """
 
     gathers = passes = False
@@ -250,23 +250,23 @@ class Gatherer:
         """End the innermost pass."""
 
     def abandon(self) -> None:
-        """Leave all passes after an error, freeing what they hold."""
+        """End all passes after an error, and free their units."""
 
     def need(self, number: int, enters: bool = False) -> None:
-        """Gather unit `number` before this returns.
+        """Gather unit `number`, and wait for it.
 
         Args:
             enters: the backward of a call of the unit begins.
         """
 
     def done(self, number: int | None = None, computed_again: bool = False) -> None:
-        """Free unit `number`, which this pass does not use again; by default the units behind a backward.
+        """Free unit `number`, which this pass does not use again; by default the units that a backward has passed.
 
         See [Note: numbers of nodes] for those.
 
         Args:
             computed_again: its recomputed forward has ended, and its backward may read it later, so that it is freed
-                only where others need the room.
+                only where other units need the memory.
         """
 
     def free_all(self) -> None:
@@ -286,11 +286,11 @@ class Gatherer:
         return nullcontext()
 
     def lower(self, actions: Schedule) -> Schedule:
-        """A list of compute with the gathers and frees that surround it."""
+        """A list of computations with the gathers and frees around it."""
         return actions
 
     def gather(self, numbers: Sequence[int], trains: bool = True) -> None:
         """Gather these units for a chunk of the model; a collective call."""
 
     def free(self, numbers: Sequence[int]) -> None:
-        """A chunk of the model is done with these units."""
+        """Free these units after a chunk of the model."""

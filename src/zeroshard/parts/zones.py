@@ -36,7 +36,7 @@ class Division:
 
 @dataclass(frozen=True, slots=True)
 class DividedActivations:
-    """Activations of which a rank has a part: which of their dimensions may be divided, and how. B rows, T positions.
+    """The activations of which a rank has a part: the dimensions that may be divided, and how. B rows, T positions.
 
     Attributes:
         positions: of [B, T, ...], or of [B·T, ...].
@@ -49,7 +49,7 @@ class DividedActivations:
     features: tuple[Division, ...] = ()
 
     def described(self) -> str:
-        """The part on a rank, in words."""
+        """This rank's part, in words."""
         kinds = {
             "positions": (self.positions,) if self.positions else (),
             "heads": self.heads,
@@ -65,7 +65,7 @@ from here on the one around them."""
 
 
 class ActivationZones(Protocol):
-    """Where in the forwards of a model activations are divided among the ranks of an axis, as a technique says.
+    """Zones in a model's forwards where activations are divided among the ranks of an axis.
 
     Attributes:
         axis: of those ranks; None before the model is cut.
@@ -80,4 +80,4 @@ class ActivationZones(Protocol):
         """How the activations of the next operation are divided; None where they are whole."""
 
     def reset(self) -> None:
-        """A forward begins, of a model or of some of its layers."""
+        """Begin a forward, of a model or of some of its layers."""

@@ -30,7 +30,7 @@ from zeroshard.zero.gradients import BufferedGradients
 GRACE = 0.2  # longest wait for a reduction under ZeRO 3: waiting longer could block a gather of others
 
 
-IN_FLIGHT = 1  # reductions under way before the oldest is waited for
+IN_FLIGHT = 1  # reductions in flight before the oldest is waited for
 
 
 class Reductions:
@@ -40,8 +40,8 @@ class Reductions:
 
     Args:
         gradients: of each unit; the last is the root.
-        grace: seconds that the oldest reduction is waited for, where this rank's next gather may be what the others
-            wait for; None for any time.
+        grace: longest wait in seconds for the oldest reduction, so that this rank does not block a gather that other
+            ranks need; None for no limit.
         listed: an order of actions names the units of each backward, of which none is the root.
     """
 
@@ -51,9 +51,9 @@ class Reductions:
         self._gradients, self._grace, self._listed = gradients, grace, listed
         root = len(gradients) - (not listed)
         self._order = [*reversed(range(root)), *range(root, len(gradients))]
-        self._turns: list[int] | None = None  # units of the backward under way that were not started, the next one last
+        self._turns: list[int] | None = None  # units of the current backward that were not started, the next one last
         self._in_flight: list[int] = []  # units whose reductions were started and not finished
-        self._unread: list[int] = []  # and those finished here, that other ranks may still read
+        self._unread: list[int] = []  # finished units that other ranks may still read
         # Which parameters get gradients, as the steps so far have shown; None before the first.
         self._past: list[list[bytes]] | None = None
         self._all = self._expected = [[b"\1" * len(g.arrived) for g in of_unit] for of_unit in gradients]
@@ -66,13 +66,13 @@ class Reductions:
             gradients.shown.begin()
 
     def launch(self, complete: Callable[[int], bool], first: int = 0) -> None:
-        """Start the units from `first` on whose turn it is, as long as they are complete."""
+        """Start complete units, from number `first` on, in the fixed order."""
         while self._turns and self._turns[-1] >= first and complete(self._turns[-1]):
             self._start(self._turns[-1])
             self._turns.pop()
 
     def launch_rest(self, units: Sequence[int] | None = None) -> None:
-        """Start the rest of these units, by default of all, since their gradients have come.
+        """Start the rest of these units, by default of all: their gradients are complete.
 
         Raises:
             PlanError: a gradient came to a unit of an order of actions after its start.
@@ -109,7 +109,7 @@ class Reductions:
         ]
 
     def learn(self) -> None:
-        """End a step: expect of the next each parameter that came in any step so far, even without a gradient."""
+        """End a step: expect in the next each parameter reached in any step so far, even without a gradient."""
         written = [[either(g.written_in_step, bytes(g.arrived)) for g in of_unit] for of_unit in self._gradients]
         if self._past is not None and written != self._past:
             units = zip(self._past, written, strict=True)
@@ -118,7 +118,7 @@ class Reductions:
 
     @property
     def never_written(self) -> list[str] | None:
-        """Names of the parameters to which no backward came in any step so far; None before the first step."""
+        """Names of the parameters that no backward reached in any step so far; None before the first step."""
         if self._past is None:
             return None
         every = [g for gradients in self._gradients for g in gradients]
@@ -136,15 +136,15 @@ class Reductions:
             ]
 
     def everything_came(self, unit: int) -> bool:
-        """Whether every gradient of a unit has come in this backward."""
+        """Whether every gradient of a unit has arrived in this backward."""
         return self._came(unit, self._all[unit])
 
     def complete(self, unit: int) -> bool:
-        """Whether every expected gradient of a unit has come."""
+        """Whether every expected gradient of a unit has arrived."""
         return self._came(unit, self._expected[unit])
 
     def _in_turn(self, units: Sequence[int] | None) -> list[int]:
-        """These units, by default all, the next one last."""
+        """These units, by default all, in reverse order of their start."""
         return [unit for unit in reversed(self._order) if units is None or unit in units]
 
     def _start(self, unit: int) -> None:
@@ -186,10 +186,10 @@ class Reductions:
 
 
 class Backward:
-    """Receives the gradients of one model from autograd, and reduces each unit when all of its own have come.
+    """Receives the gradients of one model from autograd, and reduces each unit when its gradients are complete.
 
     Attributes:
-        reductions: of its units, and which gradients they wait for.
+        reductions: of its units, with the gradients that each expects.
         reduces: whether a backward reduces its gradients; `no_sync` turns it off.
         under_scale: whether the engine multiplied the loss of the backward under way.
         losses: of those backwards.
@@ -233,7 +233,7 @@ class Backward:
         self._count += 1
 
     def restart(self) -> None:
-        """Count anew, since the gradients were used or dropped."""
+        """Count from 0 again, since the gradients were used or dropped."""
         self._count = 0
         self.losses.clear()
 
@@ -264,12 +264,12 @@ class Backward:
             self.forget_interrupted()
 
     def on_output_gradient(self, gradient: torch.Tensor) -> None:
-        """Begin a backward at the gradient of an output, its first sign."""
+        """Begin a backward at the gradient of a model output."""
         self.begin()
         self._gatherer.need(len(self._gradients) - 1)
 
     def begin(self) -> None:
-        """Begin a backward, unless one is under way.
+        """Begin a backward, unless one runs already.
 
         Raises:
             PlanError: a loss scale is in use and the loss was not multiplied by it.
@@ -333,13 +333,13 @@ class Backward:
             self._launch()
 
     def forget_interrupted(self) -> None:
-        """Clear up after a backward that ended in an exception."""
+        """Clean up after a backward that ended in an exception."""
         if self._active and torch._C._current_graph_task_id() == -1:
             self._active = False
             self._gatherer.abandon()
 
     def listen(self, gradients: Gradients, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Receive the gradients of these parameters, stand-ins of those of the flat."""
+        """Receive the gradients of `parameters`, which replace those of the flat."""
         buffered = cast(BufferedGradients, gradients)
         singly = buffered.listen(parameters)
         for number, parameter in enumerate(parameters[:singly]):
@@ -371,14 +371,14 @@ class Backward:
         self._launch()
 
     def _expect(self) -> None:
-        """Expect the gradients of a backward, and add them to those of earlier ones in fp32."""
+        """Expect the gradients of a backward, added to those of earlier ones in fp32."""
         self.reductions.begin()
         if self._count:
             for gradients in self.gradients:
                 gradients.widen()
 
     def _launch(self) -> None:
-        """Reduce the units whose turn it is, as far as they are complete."""
+        """Reduce the complete units, in the fixed order."""
         if self.reduces:
             self.reductions.launch(self.reductions.complete)
 
@@ -397,12 +397,12 @@ class Backward:
 
 
 class ListedBackward(Backward):
-    """The backwards of an order of actions, which says how many add up, and starts their reductions itself."""
+    """The backwards of an order of actions, which counts the backwards to be added up and starts their reductions."""
 
     _listed = True
 
     def take_back(self, everything: bool = False) -> bool:
-        """Discard nothing: gradients of microbatches are the engine's."""
+        """Discard nothing: the engine owns the gradients of microbatches."""
         return False
 
     def _expect(self) -> None:
@@ -412,12 +412,12 @@ class ListedBackward(Backward):
 
 
 def note_discard(comm: Comm, label: str) -> None:
-    """Enter a discard of gradients into the checksum that the ranks compare before an update."""
+    """Record a discard of gradients in the checksum that the ranks compare before an update."""
     comm.digests["reduce"] = zlib.crc32(label.encode(), comm.digests["reduce"])
 
 
 class _Slot:
-    """The slot of one parameter's gradient, as its hooks and functions that make the gradient in place see it."""
+    """The slot of one parameter's gradient, for its hooks and for functions that make the gradient in place."""
 
     __slots__ = ("backward", "empty", "gradients", "number", "parameter")
 
@@ -434,7 +434,7 @@ class _Slot:
         return backward.lend(gradients, self.number)
 
     def leave(self, parameter: torch.Tensor, rows: RowGradient) -> bool:
-        """Add rows to the gradient that is made in the slot, once it has come."""
+        """Add rows to the gradient that is being made in the slot."""
         gradients = self.gradients()
         return gradients is not None and gradients.buffer.leave(self.number, rows)
 

@@ -51,7 +51,7 @@ def uneven_microbatches(batch: Any, count: int) -> list[tuple[Any, float]]:
 
 
 def even_share(loss: Loss, share: float, batch: Any, count: int) -> Loss:
-    """The share of a mean in that of `count` microbatches, which must be even; a sum is unchanged.
+    """One microbatch's share in the mean over `count` microbatches, which must be even; a sum is unchanged.
 
     Args:
         share: of the batch's rows in the microbatch.

@@ -1,4 +1,4 @@
-"""Context of the step under way, for code inside of models and of autograd, which is handed no engine.
+"""Context of the current step, for code inside of models and of autograd, which gets no engine.
 
 [Note: one context] There is one context for the process, not one for each thread: autograd computes in threads of its
 own. It is entered by `Within` alone, and has its defaults outside of an engine.
@@ -21,7 +21,7 @@ Make = Callable[[Tensor], object]
 
 
 class KeptResults(Protocol):
-    """Results that a forward keeps for its recomputation: collectives and others that should not run twice."""
+    """Results that a forward keeps so that its recomputation does not compute them again: collectives, random draws."""
 
     def once(self, make: Callable[[], Tensor], written: Tensor) -> Tensor:
         """The result of `make`, which is called in the forward; its recomputation gets that result again.
@@ -32,13 +32,13 @@ class KeptResults(Protocol):
 
 
 class WeightGradients:
-    """Products that one microbatch's backward left for later ([Note: weight gradients for later])."""
+    """Products of one microbatch's backward that are computed later ([Note: weight gradients for later])."""
 
     def __init__(self) -> None:
         self._left: list[tuple[Tensor, Make]] = []
 
     def add(self, weight: Tensor, make: Make) -> None:
-        """Leave the gradient of a weight.
+        """Defer the gradient of a weight.
 
         Args:
             make: computes it, and gives it to autograd as the gradient of its argument, the weight.
@@ -46,7 +46,7 @@ class WeightGradients:
         self._left.append((weight, make))
 
     def compute(self) -> None:
-        """Compute all, in the order in which they were left."""
+        """Compute all, in the order in which they were deferred."""
         left, self._left = self._left, []
         left.reverse()
         while left:  # the memory of a product's inputs is free once it is computed

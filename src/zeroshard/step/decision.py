@@ -1,4 +1,4 @@
-"""The decision on a step: the message in which ranks agree, the verdict on it, and clipping by hand.
+"""The decision on a step: the message by which ranks agree, the verdict, and clipping by `clip_grad_norm`.
 
 [Note: agreement] Once per step, every rank sends one small message: the step's number, checksums of the collectives so
 far, which units it has not reduced, which parameters got a gradient, and its share of the squared norm. Everything that
@@ -76,13 +76,13 @@ class StepRules:
 
 
 class Decision:
-    """Decides from the same numbers on every rank: clipped, skipped because of an overflow, or refused.
+    """Decides on a step from numbers equal on all ranks: clip it, skip it because of an overflow, or refuse it.
 
     Args:
         step_ends: called before each verdict.
 
     Attributes:
-        clip: by hand, in place of the plan's, for the next step alone.
+        clip: factors of `clip_grad_norm` calls for the next step, in place of the plan's.
         last: the verdict on the last update; None before the first.
         watcher: called before each verdict, when all gradients are reduced.
     """
@@ -103,7 +103,7 @@ class Decision:
         return None if self.last is None else [plain(self.last.norm), self.last.skip and self._rules.streams]
 
     def load(self, state: list[Any] | None) -> None:
-        """Go on from `state()`: a stage without an update in a step shows its last one."""
+        """Continue from `state()`: a stage without an update in a step reports its last one."""
         self.last = None if state is None else Verdict(setting(state[0]), 1.0, state[1] and self._rules.streams, 1.0)
 
     def decide(self, agreed: Agreed, refuse: Callable[[float], None]) -> Verdict:
@@ -138,7 +138,7 @@ def clipping_factor(limit: float, norm: float) -> float:
 
 
 class Clipping:
-    """Clipping by `clip_grad_norm` in this step: each call clips the result of the calls before.
+    """Clipping by `clip_grad_norm` in this step: each call clips the result of earlier calls.
 
     Attributes:
         factor: on all gradients at the step; None without a call.
@@ -149,10 +149,10 @@ class Clipping:
         self._backwards = 0
 
     def of(self, backwards: int) -> float:
-        """The factor of the gradients of so many backwards.
+        """The factor on the gradients of so many backwards.
 
         Raises:
-            PlanError: they are more than were clipped.
+            PlanError: backwards ran after the clipping.
         """
         if self.factor is None:
             return 1.0
@@ -165,7 +165,7 @@ class Clipping:
         return self.factor
 
     def limit(self, largest: float, norm: float, backwards: int) -> float:
-        """Clip the gradients of so many backwards, whose norm is `norm`; returns the norm that was left of it before.
+        """Clip the gradients of so many backwards, whose norm is `norm`; returns the norm before this call.
 
         Args:
             largest: limit of the norm; infinity leaves the gradients alone.
@@ -180,12 +180,12 @@ class Clipping:
         return norm * before
 
     def forget(self) -> None:
-        """The gradients are gone."""
+        """Reset, since the gradients are gone."""
         self.factor = None
 
 
 class Answer(NamedTuple):
-    """One rank's answer.
+    """One rank's message in the agreement on a step.
 
     Attributes:
         step: the steps that it has taken.
@@ -208,14 +208,14 @@ class Answer(NamedTuple):
     written: bytes
 
     def pack(self, units: int) -> bytes:
-        """The bytes that are sent, as many on all ranks; of a model of so many units."""
+        """The bytes of the message, of equal length on all ranks, for a model of `units` units."""
         head = HEAD.pack(self.step, self.settings, self.squares, self.finite)
         head += struct.pack(f"<{len(self.digests)}I", *self.digests)
         return head + REPORT.pack(*self.losses) + bytes(u in self.unreduced for u in range(units)) + self.written
 
     @classmethod
     def unpack(cls, frame: bytes, units: int, digests: int) -> "Answer":
-        """The answer in these bytes, with so many digests."""
+        """The message in these bytes, with `digests` checksums."""
         step, settings, squares, finite = HEAD.unpack_from(frame)
         seen, start = struct.unpack_from(f"<{digests}I", frame, HEAD.size), HEAD.size + 4 * digests
         losses, flags = LossReport(*REPORT.unpack_from(frame, start)), frame[start + REPORT.size :]
@@ -224,7 +224,7 @@ class Answer(NamedTuple):
 
 
 def written_flags(gradients: Gradients) -> bytes:
-    """Whether each parameter of a flat got a gradient; other ranks report those without elements here."""
+    """Per parameter of a flat, 1 where it got a gradient; parameters without elements here are left to other ranks."""
     entries = zip(gradients.flat.index.entries, gradients.written_in_step, strict=True)
     return bytes(written and entry.numel > 0 for entry, written in entries)
 
@@ -263,7 +263,7 @@ def check_settings(comm: Comm, groups: Groups) -> None:
 
 
 class OptimizerSettings:
-    """A checksum of the settings of an optimizer's groups, cheap to take anew in each step."""
+    """A checksum of an optimizer's settings, cheap to recompute in each step."""
 
     def __init__(self) -> None:
         self._seen: list[Any] | None = None

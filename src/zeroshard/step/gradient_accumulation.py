@@ -1,4 +1,4 @@
-"""Gradient accumulation: the steps of a model that is in one stage, as lists of actions."""
+"""Gradient accumulation: steps of a model in one stage, as lists of actions."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -19,7 +19,7 @@ from zeroshard.traffic import Purpose
 
 
 class OneStage:
-    """Steps over all microbatches of a rank; a `step.sequence.Order`.
+    """Steps over all microbatches of a rank; implements `step.sequence.StepOrder`.
 
     Args:
         gatherer: of `parts`.
@@ -79,17 +79,17 @@ class OneStage:
         return self._mean
 
     def flush(self) -> None:
-        """Nothing is in flight."""
+        """Nothing: no microbatch is in flight."""
 
     def reloaded(self) -> None:
-        """No other stage has them."""
+        """Nothing: no other stage holds weights."""
 
     def gathers(self, unit: int) -> int:
-        """For each forward and each backward."""
+        """One for each forward and each backward."""
         return 2 * self._count
 
     def planned_messages(self) -> dict[Purpose, int]:
-        """There are no other stages."""
+        """None: there are no other stages."""
         return {}
 
     def _forward(self, action: Action) -> None:

@@ -51,7 +51,7 @@ class Loss(NamedTuple):
 
     @classmethod
     def of(cls, given: Any) -> "Loss":
-        """The loss that a loss function returned: a mean, (sum, count), or (sum, count, penalty).
+        """A loss function's result as a `Loss`: a mean, (sum, count), or (sum, count, penalty).
 
         Raises:
             BatchError: as `by_sum`; or a tuple of another length.
@@ -69,9 +69,9 @@ class Loss(NamedTuple):
 
     @classmethod
     def by_sum(cls, total: Any, count: Any, penalty: Any = None) -> "Loss":
-        """A sum over `count` tokens or rows, with a term that is no sum of theirs and weighs 1 in the step's mean.
+        """A sum over `count` tokens or rows, with a penalty that is no such sum and weighs 1 in the step's mean.
 
-        A count that is no number is refused where all ranks hear of it: in the agreement on the step.
+        A count that is no number is refused in the agreement on the step, on all ranks.
 
         Raises:
             BatchError: the sum is no scalar tensor, or in 16 bits that end at 65,504.
@@ -92,7 +92,7 @@ class Loss(NamedTuple):
 
 
 class LossReport(NamedTuple):
-    """A rank's report to the others on its losses in a step.
+    """One rank's losses in a step, as reported to the other ranks.
 
     Attributes:
         kinds: how they were given, `BY_MEAN` and `BY_SUM`; 0 for none.
@@ -109,13 +109,13 @@ REPORT = struct.Struct("<Bdd")
 
 
 class StepLosses:
-    """The losses of the backwards since the last update, and the count that those by sum are divided by.
+    """The losses of the backwards since the last update, and the count that divides losses by sum.
 
     Args:
-        skips: whether a step without any token is left out; otherwise it is refused.
+        skips: whether a step without any token is skipped; otherwise it is refused.
 
     Attributes:
-        values: of those backwards, unscaled, as far as they are known.
+        values: of those backwards, unscaled, as far as they are on this rank.
         kinds: how they were given, `BY_MEAN` and `BY_SUM`; 0 for none.
         report: of this rank, as far as its tensors were read.
         count: of each data rank in the last step, on average; None before the first whose losses were sums.
@@ -138,16 +138,16 @@ class StepLosses:
 
     @property
     def divisor(self) -> float:
-        """The power of two that sums are divided by in the step under way ([Note: losses by sum])."""
+        """The power of two that divides losses by sum in the current step ([Note: losses by sum])."""
         fraction, exponent = math.frexp(self.count or FIRST_COUNT)
         return 2.0 ** (exponent - (fraction < math.sqrt(0.5)))
 
     def likely(self, scale: float) -> float:
-        """The factor on the gradients under a loss scale, if nothing is clipped and the step counts as the last did."""
+        """The factor on the gradients under a loss scale, without clipping and with the count of the last step."""
         return 1.0 / scale * (self.divisor / self.count if self.count else 1.0)
 
     def scaled(self, loss: Loss, scale: float) -> Tensor:
-        """The tensor that the backward runs on, under a loss scale.
+        """The tensor on which the backward runs, under a loss scale.
 
         Raises:
             BatchError: the loss is no scalar tensor, or was made without the model's parameters.
@@ -165,11 +165,11 @@ class StepLosses:
         return loss.value if factor == 1.0 else loss.value * factor
 
     def weight(self, loss: Loss, scale: float) -> float | Tensor:
-        """The factor in that backward of a term that weighs 1 in the mean of its microbatch ([Note: penalties])."""
+        """The weight in that backward of a penalty that weighs 1 in the mean of its microbatch ([Note: penalties])."""
         return scale * loss.share if loss.items is None else loss.items * (scale / self.divisor)
 
     def add(self, loss: Loss) -> None:
-        """A loss whose backward is part of the step."""
+        """Record a loss whose backward is part of the step."""
         self.values.append(loss.value.detach().reshape(()))
         self.kinds |= BY_MEAN if loss.items is None else BY_SUM
         if isinstance(loss.items, Tensor):
@@ -183,7 +183,7 @@ class StepLosses:
         return [*self.values, *(count for count in self._counts if isinstance(count, Tensor))]
 
     def read(self, numbers: Sequence[float]) -> bool:
-        """Take the values of `unread`; whether the losses are finite."""
+        """Record the values of `unread`; returns whether the losses are finite."""
         losses, rest = numbers[: len(self.values)], iter(numbers[len(self.values) :])
         counts = [next(rest) if isinstance(count, Tensor) else count for count in self._counts]
         none = next((count for count in counts if not 0 <= count < math.inf), None)
@@ -191,7 +191,7 @@ class StepLosses:
         return all(map(math.isfinite, losses))
 
     def close(self, reports: Sequence[LossReport], data_ranks: int | None = None) -> float:
-        """Divide the losses of all ranks; the factor on the reduced gradients that makes them those of the mean.
+        """Divide the losses of all ranks; returns the factor that turns the reduced gradients into those of the mean.
 
         Args:
             reports: of all ranks, in their order.
@@ -222,7 +222,7 @@ class StepLosses:
         return mean if self.mean is None else self.mean
 
     def clear(self) -> None:
-        """The step is over, or its gradients are discarded."""
+        """Clear all: the step is over, or its gradients are discarded."""
         self.values.clear()
         self._counts.clear()
         self.batches.clear()
@@ -231,7 +231,7 @@ class StepLosses:
 
 
 def means_alone(run: Callable[[Any], Any], schedule: str) -> Callable[[Any], Any]:
-    """A forward to the loss that refuses one by sum, where stages update before the count is complete.
+    """A forward that refuses a loss by sum, for stages that update before the count is complete.
 
     Raises:
         PlanError: in the call, the loss is a sum.
@@ -250,7 +250,7 @@ def means_alone(run: Callable[[Any], Any], schedule: str) -> Callable[[Any], Any
 
 
 def _number(count: Any) -> float | Tensor:
-    """A count as it can be added up; NaN if it is none."""
+    """A count as a number that can be added up; NaN if it is none."""
     if isinstance(count, Tensor) and count.numel() == 1 and not count.is_complex():
         return count.detach().reshape(())
     return float(count) if isinstance(count, Real) and not isinstance(count, bool) else math.nan
@@ -277,7 +277,7 @@ MARK = "adds_penalty"  # an attribute, true of modules that may call `penalised`
 
 
 def penalised(activation: Tensor, penalty: Tensor) -> Tensor:
-    """The activation, whose backward adds the gradient of the penalty, a scalar, at the weight of the microbatch."""
+    """The activation; its backward adds the gradient of the penalty (a scalar) with the weight of the microbatch."""
     result: Tensor = _Penalised.apply(activation, penalty)  # type: ignore[no-untyped-call]
     return result
 
@@ -300,12 +300,12 @@ class _Penalised(torch.autograd.Function):
 
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-FACTOR = 1_000_003  # of the sums of earlier tensors, as they are added up
+FACTOR = 1_000_003  # on the sums of earlier tensors
 ROWS = 2**20  # the weights of rows begin anew after so many
 
 
 class SameBatches:
-    """The batches of a step.
+    """Checksum of the batches of a step.
 
     Args:
         together: groups of ranks, each of which works on the same data.
@@ -338,12 +338,12 @@ class SameBatches:
         return (zlib.crc32(struct.pack(f"<{len(sums)}q", *sums), self._shapes),)
 
     def clear(self) -> None:
-        """The step is over."""
+        """Clear the checksum: the step is over."""
         self._shapes = 0
         self._sums.clear()
 
     def check(self, checksums: Sequence[int], step: int) -> None:
-        """Compare the checksums of all ranks; the same on all of them.
+        """Compare the checksums of all ranks; every rank raises alike.
 
         Raises:
             BatchError: ranks that work on the same data were given different batches.
@@ -363,7 +363,7 @@ class SameBatches:
 
 @torch.no_grad()
 def _sum(tensor: Tensor) -> Tensor:
-    """One number in which values and the order of rows show; exact, so equal wherever the bits are."""
+    """A checksum of values and the order of rows; exact, so equal wherever the bits are."""
     if tensor.layout != torch.strided or not tensor.numel():
         return torch.zeros((), dtype=torch.int64, device=tensor.device)
     if tensor.is_complex():

@@ -91,10 +91,10 @@ class StepOrder(Protocol):
 
     @property
     def actions(self) -> Schedule:
-        """This rank's list of one step; of the first, where steps differ."""
+        """This rank's list of one step; the first step's, where steps differ."""
 
     def step(self, batch: Any) -> torch.Tensor | None:
-        """One step on this data rank's batch; the mean loss, where it is known."""
+        """One step on this data rank's batch; the mean loss, where this rank has it."""
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """The output of the whole model for this data rank's arguments."""
@@ -103,28 +103,28 @@ class StepOrder(Protocol):
         """Finish the microbatches in flight."""
 
     def reloaded(self) -> None:
-        """The weights were replaced; a collective call."""
+        """React to replaced weights; a collective call."""
 
     def gathers(self, unit: int) -> int:
-        """How often a step gathers a unit whose weights come and go."""
+        """How often a step gathers a unit of sliced weights."""
 
     def planned_messages(self) -> dict[Purpose, int]:
         """Elements that this rank sends to other stages in a step."""
 
 
 class Scope(Protocol):
-    """The ranks that decide on a step together.
+    """The ranks that decide on a step in one agreement.
 
     Attributes:
         comm: of these ranks.
-        whole: whether each of them has the whole model, so that one without any gradient has forgotten its backward.
+        whole: whether each of them has the whole model, so that a rank without any gradient lacks a backward.
     """
 
     comm: Comm
     whole: bool
 
     def widen(self, agreed: Agreed, reports: Sequence[LossReport], step: int) -> Agreed:
-        """The agreement of a rank's stage, whose ranks reported these losses, widened to all; may be a collective call.
+        """A stage's agreement, whose ranks reported these losses, extended to all stages; may be a collective call.
 
         Raises:
             BatchError, NonFiniteError: as `StepLosses.close`.
@@ -145,7 +145,7 @@ class AllRanks:
         losses.batches = SameBatches(axes.same_data)
 
     def widen(self, agreed: Agreed, reports: Sequence[LossReport], step: int) -> Agreed:
-        """All ranks have answered: divide the losses by their counts."""
+        """Divide the losses by their counts: all ranks are in the agreement already."""
         gain = self._losses.close(reports)
         return Agreed(agreed.norm * gain, agreed.written, agreed.finite, gain)
 
@@ -237,7 +237,7 @@ class StepSequence:
         """The p-norm of the mean gradient as it is (scaled), for p = `kind`; a collective call.
 
         Args:
-            limit: of the norm, which is to be the same on all ranks: each clips its own slices to it.
+            limit: of the norm, equal on all ranks: each clips its own slices to it.
 
         Raises:
             PlanError: `kind` is no number above 0, or `limit` none of 0 or more.
@@ -261,7 +261,7 @@ class StepSequence:
 
         Args:
             limit: of a true element's magnitude.
-            hides: whether gradients that are not finite are limited too; else the step meets them as they are.
+            hides: whether gradients that are not finite are limited too; else they stay for the step's decision.
 
         Raises:
             PlanError: `limit` is no number above 0.
@@ -275,7 +275,7 @@ class StepSequence:
             self._agreed = None  # the norm is another one now
 
     def discard(self, drop: bool = True) -> None:
-        """Discard the gradients of the backwards since the last step; the agreement sees that all ranks do so.
+        """Discard the gradients of the backwards since the last step; the agreement checks that all ranks do so.
 
         Args:
             drop: whether parameters count as without a gradient then, or have one of zeros.
@@ -332,13 +332,13 @@ class StepSequence:
             self.consume()
 
     def take(self, step: int) -> None:
-        """A step of a model in one stage: all of the sequence; a collective call."""
+        """All of a step, for a model in one stage; a collective call."""
         self.begin()
         self.decide(step)
         self.update()
 
     def begin(self) -> None:
-        """A list of actions begins; a step that was interrupted after its decision is decided anew."""
+        """Begin a list of actions; a step that was interrupted after its decision is decided again."""
         self._verdict = None
 
     def finish(self) -> None:
@@ -348,7 +348,7 @@ class StepSequence:
     def consume(self) -> None:
         """Drop the step's gradients; the step is over."""
         self._verdict = None
-        self.backward.reductions.end()  # of a backward that ended in an exception; may begin updates, to be forgotten
+        self.backward.reductions.end()  # of a backward that ended in an exception; may begin updates, which are dropped
         self._late.forget()
         self._optimizer.one_step.end()
         for _, gradients in self._trained:
@@ -435,7 +435,7 @@ class StepSequence:
         return answers
 
     def _average(self) -> bool:
-        """Let each sum be the mean over all copies of its slice, a collective call; whether there are any."""
+        """Average each sum over all copies of its slice, a collective call; returns whether there are copies."""
         arena, copied = self._parts.arena, [item for item in self._trained if item[0].place.copies is not None]
         for part, gradients in copied:
             assert part.place.copies is not None
@@ -462,7 +462,7 @@ class StepSequence:
         return sum(norm * norm for norm in norms)
 
     def _publish_written(self, agreed: Agreed) -> None:
-        """Mark a parameter that got a gradient on any rank as written on this rank too: its own may be zeros."""
+        """Mark a parameter with a gradient on any rank as written on this rank too: its own gradient may be zero."""
         place = 0
         for gradients in self.backward.gradients:
             count = len(gradients.written_in_step)

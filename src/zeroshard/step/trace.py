@@ -1,4 +1,4 @@
-"""Traces: when a rank's actions, copies and jobs ran, and its memory meanwhile."""
+"""Traces: times of a rank's actions, copies and tasks, and its memory meanwhile."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from zeroshard.traffic import COMPUTE
 
 @dataclass(slots=True, repr=False)
 class Trace:
-    """When things ran on this rank inside `engine.trace()`; it prints as a table of seconds by kind.
+    """Times of a rank's work inside `engine.trace()`; prints as a table of seconds by kind.
 
     Times are seconds of a clock that the processes of a machine share, but those of `memory`.
 
@@ -58,7 +58,7 @@ def traced(
 
     Args:
         interpreter: of its actions.
-        background: work that runs beside its main thread.
+        background: work that runs on other threads and streams.
         ledger: whose changes to keep; None to keep none.
         profile: the file of a profile by torch; None for none.
     """
