@@ -1,4 +1,4 @@
-"""Access to parameters by users: their reads and writes, and when the engine sees them.
+"""Access of users to parameters: their reads and writes, and how they reach the engine.
 
 Read `writes` (each write by the user), `editing` (whole parameters inside of `engine.gathered()`), then `given` (a
 state dict in memory).

@@ -1,4 +1,4 @@
-"""Whole parameters on every rank, to read and write (`engine.gathered()`), and copies of them for state dicts."""
+"""Whole parameters on every rank, for reads and writes (`engine.gathered()`), and copies of them for state dicts."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -69,7 +69,7 @@ class Editing:
         self._world.agree(b"", "edited weights are in place")
 
     def _make_alike(self, writer: int | None) -> None:
-        """Make all ranks have the same values wherever one of them wrote, or raise."""
+        """Make the values of all ranks equal wherever one of them wrote, or raise."""
         with torch.no_grad():
             for part in self._parts.all:
                 for number in part.flat.moved() if part.flat.kinds is not None else ():
@@ -91,7 +91,7 @@ class Editing:
             self._world.broadcast(part.weights.visible, f"edited weights {part.flat.label}", writer)
 
     def _difference(self, part: Part) -> str | None:
-        """The first parameter that owners wrote differently, as an error text; a collective call of the owners."""
+        """The first parameter whose owners wrote different values, as an error text; a collective call of owners."""
         flat, owners = part.flat, part.place.owners
         buffer = part.weights.visible
         mine = [digest_of([buffer[entry.offset : entry.stop]]) for entry in flat.index.entries]
@@ -136,7 +136,7 @@ def _differs(first: int, other: int, name: str) -> str:
 
 
 class WholeTensors:
-    """Puts the parts of split parameters together.
+    """Assembles split parameters from the parts of all ranks.
 
     Args:
         axes: over which parameters are split, by name.
@@ -149,11 +149,11 @@ class WholeTensors:
         self._everywhere: dict[str, list[Split]] = {}  # by name, the parts of the ranks of its axis
 
     def put_together(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """A state dict of this rank with whole tensors on the host in the place of parts; a collective call."""
+        """A state dict of this rank with whole tensors on the host instead of parts; a collective call."""
         return {key: self.copy(key, value) if self._name(key) in self._held else value for key, value in state.items()}
 
     def copy(self, key: str, value: Any) -> Any:
-        """A copy of an entry of a state dict on the host, of a split parameter the whole; a collective call."""
+        """A copy on the host of an entry of a state dict, whole for a split parameter; a collective call."""
         if not isinstance(value, Tensor):
             return value
         split = self._held.get(self._name(key))

@@ -35,7 +35,7 @@ class LoadedKeys(NamedTuple):
 
 
 class GivenWeights:
-    """Reads tensors of a state dict, as a `Reader` reads those of a checkpoint; a missing one is left unread.
+    """Reads tensors of a state dict, as a `Reader` reads those of a checkpoint; a missing one is skipped.
 
     Tensors are read as `weight:NAME` or `buffer:NAME`.
 
@@ -105,7 +105,7 @@ class GivenWeights:
         return values.reshape(-1)
 
     def set_extras(self) -> None:
-        """Call `set_extra_state` of the modules whose extra state is given."""
+        """Call `set_extra_state` of the modules with an entry in the state dict."""
         for key, module in _extras(self._model).items():
             if key in self._state:
                 module.set_extra_state(self._state[key])
@@ -144,7 +144,7 @@ class GivenWeights:
 
 
 def shared(state: Mapping[str, Any] | None, world: Comm) -> Mapping[str, Any]:
-    """The state dict of this rank, or that of rank 0 if all others give None; a collective call.
+    """The state dict of this rank, or of rank 0 if all other ranks pass None; a collective call.
 
     Raises:
         CheckpointError: on all ranks, if one gives another kind of object, or the ranks with a state dict are neither
@@ -161,7 +161,7 @@ def shared(state: Mapping[str, Any] | None, world: Comm) -> Mapping[str, Any]:
 
 
 def check_same(state: Mapping[str, Any], names: set[str], world: Comm) -> None:
-    """Compare the parameters that ranks give ([Note: one state dict]); a collective call.
+    """Compare the parameters that ranks pass ([Note: one state dict]); a collective call.
 
     Args:
         names: of the parameters.
@@ -182,7 +182,7 @@ def check_same(state: Mapping[str, Any], names: set[str], world: Comm) -> None:
 
 
 def _described(state: Any) -> dict[str, Any]:
-    """The description of a rank's state dict as plain JSON: its tensors, or the problem with it."""
+    """A rank's state dict as plain JSON: its tensors, or its problem."""
     if state is None:
         return {"none": True}
     if not isinstance(state, Mapping):

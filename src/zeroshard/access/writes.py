@@ -1,4 +1,4 @@
-"""Writes of the user into parameters: where they are allowed, and when the engine sees them.
+"""The user's writes into parameters: where they are allowed, and how they reach the engine.
 
 [Note: writes] If every rank has whole parameters of its own and no master weights, a user may write into them at any
 time, as in PyTorch. Else the authoritative values are in a slice, an fp32 master or memory that ranks share, so a write
@@ -28,14 +28,14 @@ GATHERED = "Change parameters inside `with engine.gathered():`, on every rank al
 
 
 class Passes(Protocol):
-    """The passes of the model, as the hooks of the forward know them."""
+    """Passes of the model."""
 
     @property
     def running(self) -> bool:
         """Whether a forward or a backward of the model is under way."""
 
     def bring(self, unit: int, parameter: str) -> None:
-        """Gather a unit whose parameter a module of another unit reads; or raise."""
+        """Gather a unit whose parameter a module of another unit reads, or raise."""
 
 
 class Writes:
@@ -67,7 +67,7 @@ class Writes:
         self.allowed = False
 
     def watch(self) -> None:
-        """Watch the parameters from now on, except those with several versions, which are other objects in turn."""
+        """Watch the parameters, except those with several versions, whose objects change."""
         kinds = kinds_for(self)
         for part in self._parts.all:
             if part.versions.single:
@@ -94,7 +94,7 @@ class Writes:
         """Wait for arriving parameters; to read values inside a forward or backward, gather all others too.
 
         Args:
-            reads: whether values are read, or only their memory is asked for.
+            reads: whether values are read, or only their memory.
 
         Raises:
             PlanError: values are read, and neither a forward nor a backward is under way.
@@ -200,7 +200,7 @@ class Writes:
             raise PlanError(f"A parameter of {flat.label} was written while {reason}. {GATHERED}")
 
     def _limit(self, part: Part, number: int, function: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Limit the elements of a parameter, in slices and master weights too; see [Note: writes]."""
+        """Apply a limit to the elements of a parameter, in slices and master weights too; see [Note: writes]."""
         values = part.flat.alias(number)
         limited = getattr(values.clone(), function)(*args, **kwargs)
         if torch.equal(limited, values):
@@ -243,7 +243,7 @@ class Writes:
         return list(map(id, chain.from_iterable(map(dict.values, self._tables))))
 
     def _absent(self, part: Part) -> bool:
-        """Whether the values are on other ranks, after a wait for those that arrive."""
+        """Whether the values are on other ranks, once arriving values are complete."""
         _arrive(part)
         return part.weights.residence is not Residence.GATHERED
 

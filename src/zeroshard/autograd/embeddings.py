@@ -1,4 +1,4 @@
-"""Embeddings whose gradients are made row by row, in the slot where they belong.
+"""Embeddings whose gradients are made row by row, in the slot of the gradient.
 
 [Note: rows alone] Autograd makes the gradient of an embedding as a matrix of its size, which is zero but for the rows
 that were looked up, and where the output layer has the same weight it adds two such matrices. Here the rows that were
@@ -15,7 +15,7 @@ from zeroshard.autograd.gradient_slot import RowGradient, slot_of
 
 
 def make_rows_alone(model: nn.Module) -> None:
-    """Make gradients of a model's embeddings by the rows that are not zero, where an engine lends slots."""
+    """Make gradients of a model's embeddings from the looked-up rows alone, where an engine lends slots."""
     for module in model.modules():
         known = isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward
         if known and _derive not in module._forward_hooks.values():
@@ -23,7 +23,7 @@ def make_rows_alone(model: nn.Module) -> None:
 
 
 def _derive(module: nn.Embedding, inputs: tuple[Any, ...], output: Tensor) -> Tensor | None:
-    """The output of an embedding, with a derivative that makes rows; None where torch's own serves better."""
+    """The output of an embedding, with a row-wise derivative; None where torch's own is better."""
     if torch.compiler.is_compiling() or not output.requires_grad or torch._C._are_functorch_transforms_active():
         return None
     weight, tokens = module.weight, inputs[0] if inputs else None
@@ -36,18 +36,18 @@ def _derive(module: nn.Embedding, inputs: tuple[Any, ...], output: Tensor) -> Te
 
 
 class _Lookup(torch.autograd.Function):
-    """RowGradient of a matrix that were looked up."""
+    """Lookup of rows whose gradient is a `RowGradient`."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, tokens: Tensor, padding: int | None, looked_up: list[Tensor]) -> Tensor:
-        """[V, W], [...] -> [..., W], which the caller has."""
+        """[V, W], [...] -> [..., W], looked up by the caller."""
         ctx.save_for_backward(tokens)
         ctx.weight, ctx.padding = weight, -1 if padding is None else padding
         return looked_up.pop()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None, None]:
-        """The gradient of the matrix, or None where its rows are added to one that is being made."""
+        """The gradient of the matrix; None where its rows are added to a gradient that another function makes."""
         (tokens,), weight, gradient = ctx.saved_tensors, ctx.weight, gradients[0]
         slot = None if torch.is_grad_enabled() else slot_of(weight)
         lent = None if slot is None else slot.lend(weight)
@@ -63,13 +63,13 @@ class _Lookup(torch.autograd.Function):
 
 
 def _dense(gradient: Tensor, tokens: Tensor, rows: int, padding: int) -> Tensor:
-    """The gradient [rows, W] of a matrix by that of its rows [..., W]."""
+    """The gradient [rows, W] of a matrix from the gradients [..., W] of its rows."""
     made: Tensor = torch.ops.aten.embedding_dense_backward(gradient, tokens, rows, padding, False)
     return made
 
 
 def _rows(gradient: Tensor, tokens: Tensor, padding: int) -> RowGradient:
-    """The sums [n, W] over equal tokens of the gradients [n, W], of whatever tokens: no shape depends on values."""
+    """The gradients [n, W] summed over equal tokens, as a gradient of n rows; no shape depends on values."""
     ordered, order = tokens.reshape(-1).sort(stable=True)
     number = torch.zeros_like(ordered)
     number[1:] = ordered[1:] != ordered[:-1]

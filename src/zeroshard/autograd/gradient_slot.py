@@ -1,4 +1,4 @@
-"""Slots of gradients: memory in the gradient buffer, in which the function that makes a gradient writes it in place.
+"""Slots of gradients: memory in the gradient buffer into which a function writes the gradient that it makes.
 
 [Note: gradients in place] The gradients of a stack of experts are as large as the stack, and a fresh tensor of that
 size costs a fifth of a step on a CPU. A function that borrows the slot of a parameter writes there and returns the
@@ -21,7 +21,7 @@ class Lent:
 
     Attributes:
         tensor: in the shape of the parameter, and of its dtype.
-        adds: whether the gradient is to be added to what is there, and else takes its place.
+        adds: whether the gradient is added to the slot's content, or replaces it.
     """
 
     tensor: Tensor
@@ -49,17 +49,17 @@ class GradientSlot(Protocol):
     """The slot of one parameter's gradient."""
 
     def lend(self, parameter: Tensor) -> Lent | None:
-        """The slot of this parameter, inside of a backward; None where the gradient has to be a tensor of its own."""
+        """The slot of this parameter, inside of a backward; None where the gradient must be a tensor of its own."""
 
     def leave(self, parameter: Tensor, rows: RowGradient) -> bool:
-        """Have these rows added to the gradient that another function of this backward makes; False if none is."""
+        """Add these rows later to the gradient that another function of this backward makes; False if there is none."""
 
 
 _slots: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of parameters; an attribute would be pickled with them
 
 
 def offer_slot(parameter: Tensor, slot: GradientSlot) -> None:
-    """Register the slot of a parameter, for functions that use it."""
+    """Register the slot of a parameter."""
     _slots[parameter] = slot
 
 
@@ -70,7 +70,7 @@ def slot_of(parameter: Tensor) -> GradientSlot | None:
 
 
 def reached(parameter: Tensor) -> bool:
-    """Whether the backward under way hands a gradient to this parameter, and is no `torch.autograd.grad`."""
+    """Whether the current backward passes a gradient to this parameter, and is no `torch.autograd.grad`."""
     try:  # False for the backward of other inputs, an error for torch.autograd.grad
         node = torch.autograd.graph.get_gradient_edge(parameter).node
         return bool(torch._C._will_engine_execute_node(node))
@@ -79,6 +79,6 @@ def reached(parameter: Tensor) -> bool:
 
 
 def goes_straight(parameter: Tensor) -> bool:
-    """Whether the backward under way hands a gradient to this parameter, and no hook but one of an engine sees it."""
+    """Whether the current backward passes a gradient to this parameter, with no hooks but an engine's."""
     hooks = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
     return all(each is not None and len(each) == 1 for each in hooks) and reached(parameter)

@@ -81,7 +81,7 @@ def keep_in_fp32(model: nn.Module, wanted: Sequence[str], precision: Precision) 
 
 
 def _computing_in_fp32(model: nn.Module, wanted: Sequence[str]) -> set[nn.Module]:
-    """The modules named, those that say so, and layers that share a parameter with them."""
+    """Modules named by the user or marked `FP32`, and layers that share a parameter with them."""
     named = [m for path, m in model.named_modules() if path in wanted or type(m).__name__ in wanted]
     found = {*named, *(m for m in model.modules() if getattr(m, FP32, False))}
     layers = [m for m in model.modules() if m._parameters and not m._modules]

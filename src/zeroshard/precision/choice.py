@@ -30,7 +30,7 @@ class Computing(Choice):
         return replace(states, parameter=2, gradient=2, master_weight=4)
 
     def rehearsed(self, settled: int, meaningless: bool) -> Mapping[str, Any]:
-        """A plan whose steps are never skipped: gradients of meaningless values may overflow."""
+        """Settings under which no step is skipped: gradients of meaningless values may overflow."""
         if not meaningless:
             return {}
         return {"nonfinite": "ignore", "loss_scale": 1.0 if self.scales_loss else "auto"}

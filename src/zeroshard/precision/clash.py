@@ -1,4 +1,4 @@
-"""Explanations of dtype errors: the module and the tensors, where torch names the dtypes alone."""
+"""Explanations of dtype errors: the module and the tensors, where torch names only the dtypes."""
 
 import re
 from collections.abc import Iterator

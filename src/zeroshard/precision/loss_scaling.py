@@ -14,7 +14,7 @@ class LossScaler:
     them, the scale is multiplied by `backoff`. After `window` good steps it is multiplied by `growth`.
 
     Attributes:
-        scale: the factor on the loss now.
+        scale: the factor on the loss.
         dynamic: whether the scale changes.
         floor: the lowest scale; an overflow there is an error.
         good: steps without overflow since the last change.
@@ -70,5 +70,5 @@ class LossScaler:
         return {"scale": self.scale, "good": self.good, "left": self.left}
 
     def load(self, state: dict[str, float]) -> None:
-        """Go on from `state()`."""
+        """Continue from `state()`."""
         self.scale, self.good, self.left = state["scale"], int(state["good"]), int(state["left"])

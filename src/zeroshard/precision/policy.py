@@ -9,7 +9,7 @@ from zeroshard.parts.settings import check_number, check_whole, shown
 
 @dataclass(frozen=True, repr=False)
 class LossScale:
-    """How the loss is scaled (1710.03740, section 3.2).
+    """Settings of loss scaling (1710.03740, section 3.2).
 
     Raises:
         PlanError: a value out of range.

@@ -1,4 +1,4 @@
-"""Generators of random numbers beside torch's default ones: Python's, numpy's, and those that modules hold or reach.
+"""Generators of random numbers besides torch's default ones: Python's, numpy's, and those that modules hold or reach.
 
 Reading the state of Python's and numpy's takes some 0.1 ms, so it is done where a forward may draw from them.
 
@@ -40,17 +40,17 @@ def sources_among(values: Iterable[Any]) -> list[Source]:
 
 
 class ReachedGenerators:
-    """Generators that the code of modules reaches, beside those that are attributes of modules.
+    """Generators that the code of modules reaches, besides attributes of modules.
 
-    They are looked for in the first forwards, by which they have been made.
+    The search runs before each of the first forwards, which may still make generators.
 
     Args:
         modules: all, down to the innermost.
         roots: where the search begins: the modules, and functions that stand for their forwards.
 
     Attributes:
-        looks: forwards before which they are still to be looked for.
-        found: those that a forward may draw from.
+        looks: number of forwards before which the search still runs.
+        found: generators from which a forward may draw.
     """
 
     def __init__(self, modules: Iterable[nn.Module], roots: Iterable[Any] = ()) -> None:
@@ -59,14 +59,14 @@ class ReachedGenerators:
         self.looks, self.found = LOOKS, list[Source]()
 
     def look(self) -> None:
-        """Look for those that a forward, which is about to begin, may draw from."""
+        """Search for the generators from which the next forward may draw."""
         self.looks -= 1
         held = {id(value) for module in self._modules for value in vars(module).values()}
         self.found = sources_among(each for each in generators_reached(self._roots) if id(each) not in held)
 
 
 def generators_reached(roots: Iterable[Any]) -> list[Any]:
-    """All that are reached from modules and functions, each once."""
+    """All generators reached from modules and functions, each once."""
     found: dict[int, Any] = {}
     seen: dict[int, Any] = {}  # kept alive, so that no new value gets the id of an old one
     pending: list[Any] = list(roots)
@@ -83,7 +83,7 @@ def generators_reached(roots: Iterable[Any]) -> list[Any]:
 
 
 def _followed(value: Any) -> Iterator[Any]:
-    """What can be reached from a value in one step."""
+    """Values reached from a value in one step."""
     if isinstance(value, FunctionType):
         if not _in_library(value):
             yield from _of_function(value)

@@ -1,4 +1,4 @@
-"""Replay: what a forward depends on beside weights and inputs, so that it can be computed again just as it was.
+"""Replay: the state that a forward reads besides weights and inputs, so that its recomputation gives the same values.
 
 A forward that is recomputed meets the random numbers, the buffers and the plain attributes (`training` among them) that
 it met the first time, and what it writes into buffers and attributes the second time is dropped: statistics and
@@ -59,13 +59,13 @@ class Replay:
 
     Args:
         modules: those whose buffers and attributes the forward may read and change.
-        ledger: enters the copies that are kept.
-        often: whether the forward may be computed again several times, so that it must not write into the copies.
-        sources: of random numbers beside torch's own, which are replayed too.
+        ledger: records the copies.
+        often: whether the forward may be recomputed several times, so that it must not write into the copies.
+        sources: of random numbers besides torch's own, which are replayed too.
 
     Attributes:
         device: whose random numbers are replayed, with those of the CPU.
-        nbytes: of the buffers that are kept.
+        nbytes: of the copied buffers.
         others: the states of the other sources.
     """
 
@@ -91,7 +91,7 @@ class Replay:
         self.nbytes = 0
 
     def end(self) -> None:
-        """Keep the buffers that the forward has changed, as they were, and no others."""
+        """Keep the earlier values of the buffers that the forward has changed, and no others."""
         self.others.end()
         kept: dict[int, Tensor] = {}
         for module in (m for m in self._modules if m._buffers or m in self._before):
@@ -112,7 +112,7 @@ class Replay:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Have everything as it was inside; afterwards buffers, attributes and random numbers are as they are now."""
+        """Restore the forward's state inside; afterwards buffers, attributes and random numbers are as they are now."""
         now = {module: dict(module._buffers) for module in self._copies}
         try:
             again: dict[int, Tensor] = {}
@@ -127,7 +127,7 @@ class Replay:
                 _install(module, current)
 
     def drop(self) -> None:
-        """The backward is done."""
+        """Free the copies after the backward."""
         self._copies.clear()
         if self.nbytes:
             self._ledger.give(Category.BUFFERS, self.nbytes, "buffers for a recomputation")
@@ -149,19 +149,19 @@ class Replays:
         self._forwards = 0
 
     def begin(self) -> Replay:
-        """The replay of a forward that is about to begin."""
+        """The replay of the next forward."""
         if self._reached.looks:
             self._reached.look()
         sources = (*PYTHON_AND_NUMPY, *held_by(self._modules), *self._reached.found)
         return Replay(self._modules, self._device, self._ledger, sources=sources)
 
     def sample(self, output: Tensor) -> bytes | None:
-        """A sample of what the forward gave; None where it is not to be compared."""
+        """A sample of the forward's output; None where the output is not compared."""
         self._forwards += 1
         return sample_of(output.detach()) if spacing(self._forwards - 1, is_accelerator(self._device)) else None
 
     def compare(self, output: Tensor, sample: bytes | None, label: str) -> None:
-        """Compare what a recomputation gave.
+        """Compare a recomputation's output with the sample.
 
         Raises:
             PlanError: it has other values.
@@ -174,7 +174,7 @@ class Replays:
 
 
 class ModelDraws:
-    """Which generators blocks of a model may draw from, as far as that is known.
+    """The generators from which blocks of a model may draw.
 
     Args:
         reached: by the blocks' code.
@@ -187,7 +187,7 @@ class ModelDraws:
         self._states = GeneratorStates(())
 
     def begin(self, trains: bool) -> None:
-        """A forward begins."""
+        """Begin a forward."""
         self._missed = False
         if trains and self._reached.looks:
             self._reached.look()
@@ -195,13 +195,13 @@ class ModelDraws:
         self._states = GeneratorStates(PYTHON_AND_NUMPY if trains and not self._known else ())
 
     def sources(self, may_draw: bool) -> Sequence[Source]:
-        """Those that the blocks reach; with Python's and numpy's for one that `may_draw`, or if the model draws."""
+        """Generators that blocks reach; Python's and numpy's too for a block that `may_draw`, or if the model draws."""
         watched = may_draw or self._known
         self._missed = self._missed or not watched
         return (*PYTHON_AND_NUMPY, *self._more) if watched else self._more
 
     def end(self) -> None:
-        """It ends; warns if it drew numbers that may be missed."""
+        """End the forward; warns if it drew numbers that may be missed."""
         self._states.end()
         if self._states.drew:
             self._known = True
@@ -210,10 +210,10 @@ class ModelDraws:
 
 
 class GeneratorStates:
-    """The states of generators when this is made, before a forward; `end` is called after it.
+    """The states of generators at construction, before a forward; `end` is called after it.
 
     Attributes:
-        drew: after `end`, whether any generator has another state then.
+        drew: after `end`, whether the forward changed any generator's state.
     """
 
     def __init__(self, sources: Iterable[Source]) -> None:
@@ -221,18 +221,18 @@ class GeneratorStates:
         self.drew = False
 
     def end(self) -> None:
-        """Keep the states of those that the forward drew from, and no others."""
+        """Keep the states of the generators from which the forward drew, and no others."""
         self._before = [(source, state) for source, state in self._before if not _same_state(state, source[0]())]
         self.drew = bool(self._before)
 
     def put_back(self) -> None:
-        """Have the generators draw what they drew since."""
+        """Restore the generators to their kept states."""
         for (_, write), state in self._before:
             write(state)
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Have the generators draw the same inside; afterwards they are as they are now."""
+        """Restore the generators' kept states inside; afterwards they are as they are now."""
         now = [(write, read()) for (read, write), _ in self._before]
         self.put_back()
         try:
@@ -243,7 +243,7 @@ class GeneratorStates:
 
 
 class PlainAttributes:
-    """The plain attributes of modules when this is made, and the tensors among their attributes.
+    """The plain attributes of modules at construction, and the tensors among their attributes.
 
     Of a tensor with a graph only a reference is kept that does not keep it alive: it may be an earlier result.
     """
@@ -253,7 +253,7 @@ class PlainAttributes:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Have them as they were inside; afterwards all attributes are as they are now."""
+        """Restore the attributes inside; afterwards all are as they are now."""
         now = [dict(table) for table, _, _ in self._then]
         for (table, names, then), current in zip(self._then, now, strict=True):
             for name in _plain_of(current).keys() - set(names) if len(current) != len(names) else ():
@@ -274,10 +274,10 @@ class PlainAttributes:
 
 
 class ForwardSamples:
-    """Samples of what one forward of a block saves and returns.
+    """Samples of one forward of a block: of its saved tensors and of its outputs.
 
     Args:
-        forwards: of the block before it.
+        forwards: number of the block's forwards before it.
         on_accelerator: whether it runs on one.
     """
 
@@ -286,23 +286,23 @@ class ForwardSamples:
         self._ends: list[bytes | None] = []
 
     def saved(self, tensor: Tensor, number: int) -> bytes | None:
-        """A sample of what is saved as one of that number, if it is to be compared."""
+        """A sample of the saved tensor with this number, if it is compared."""
         compared = self._spacing and (number + self._forwards) % self._spacing == 0
         return sample_of(tensor) if compared else None
 
     def returned(self, values: Sequence[Any]) -> None:
-        """The forward is over."""
+        """Sample the outputs at the end of the forward."""
         if self._spacing:
             self._ends = [sample_of(each) if isinstance(each, Tensor) else None for each in values]
 
     def agree(self, values: Sequence[Any]) -> bool:
-        """Whether what a recomputation returns has the same values; no if they were not sampled."""
+        """Whether a recomputation's outputs have the same values; False if they were not sampled."""
         pairs = [(each, sample) for each, sample in zip(values, self._ends, strict=False) if sample is not None]
         return bool(pairs) and all(isinstance(each, Tensor) and agrees(each, sample) for each, sample in pairs)
 
 
 def spacing(forwards: int, on_accelerator: bool) -> int:
-    """Of how many tensors one is sampled in a forward, by the number of forwards before it; 0 for none."""
+    """One of so many tensors is sampled in a forward, by the number of forwards before it; 0 for none."""
     if forwards < FIRST:
         return 1
     if on_accelerator:
@@ -311,9 +311,9 @@ def spacing(forwards: int, on_accelerator: bool) -> int:
 
 
 def sample_of(tensor: Tensor) -> bytes | None:
-    """The values of a few elements; None of what has none that can be read so.
+    """The values of a few elements; None for tensors whose elements cannot be read so.
 
-    They are no tensor: small pieces of memory between large ones would keep these from being used again.
+    They are bytes, no tensor: small allocations between large ones would fragment memory.
     """
     if type(tensor) is not Tensor or tensor.is_meta or tensor.layout is not torch.strided or not tensor.numel():
         return None
@@ -329,7 +329,7 @@ def sample_of(tensor: Tensor) -> bytes | None:
 
 
 def agrees(tensor: Tensor, sample: bytes) -> bool:
-    """Whether a tensor has the values of a sample, but for rounding."""
+    """Whether a tensor has the values of a sample, up to rounding."""
     found = sample_of(tensor)
     if found == sample:
         return True
@@ -342,7 +342,7 @@ def agrees(tensor: Tensor, sample: bytes) -> bool:
 
 
 def _plain_of(table: dict[str, Any]) -> dict[str, Any]:
-    """The attributes of a module that are kept; of a tensor with a graph a weak reference."""
+    """The kept attributes of a module; of a tensor with a graph a weak reference."""
     found = {name: value for name, value in table.items() if _KINDS[type(value)]}
     for name in [name for name, value in found.items() if _KINDS[type(value)] == LOOKED_INTO]:
         value = found[name]
@@ -358,7 +358,7 @@ NOT_KEPT, AS_IT_IS, LOOKED_INTO = 0, 1, 2  # a tensor or a tuple is looked into
 
 
 class _Kinds(dict[type, int]):
-    """What the class of an attribute's value says of it."""
+    """The treatment of an attribute's value, by its class."""
 
     def __missing__(self, kind: type) -> int:
         found = LOOKED_INTO if kind is tuple or issubclass(kind, Tensor) else NOT_KEPT

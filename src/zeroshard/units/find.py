@@ -15,7 +15,7 @@ UNDIVIDED = "undivided"  # an attribute, true of modules in which no unit begins
 
 @dataclass(slots=True, eq=False)
 class Unit:
-    """One unit: a module and the parameters that are gathered, reduced and freed together.
+    """One unit: a module and the parameters that are gathered, reduced and freed at once.
 
     Attributes:
         number: its place in the order of units (registration order, root last), which collectives follow.

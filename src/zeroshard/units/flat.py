@@ -19,7 +19,7 @@ SMALL = 2**14  # elements, up to which Python takes longer per tensor than a cop
 
 
 def is_small(numel: int) -> bool:
-    """Whether a parameter has so few elements that many such are best handled at once."""
+    """Whether a parameter is so small that many such are best handled at once."""
     return numel <= SMALL
 
 
@@ -47,7 +47,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """The table of a flat buffer: parameters one behind the other, and the slice of each rank.
+    """The table of a flat buffer: parameters one after the other, and the slice of each rank.
 
     Slices are even, rank r's is [r*S, (r+1)*S), and padding shorter than `ranks` fills the last; or they lie between
     borders of parameters, or of rows of one, so that each rank owns whole ones, without padding (ragged slices, as in
@@ -65,7 +65,7 @@ class Index:
 
     @classmethod
     def of(cls, parameters: list[tuple[str, torch.Size]], ranks: int, bounds: tuple[int, ...] | None = None) -> "Index":
-        """Lay out named shapes one behind the other."""
+        """Lay out named shapes one after the other."""
         entries, offset = [], 0
         for name, shape in parameters:
             entries.append(Entry(name, shape, offset, shape.numel()))
@@ -101,13 +101,13 @@ class Index:
         return stop - start
 
     def share(self, rank: int) -> tuple[Fraction, Fraction]:
-        """Elements and padding of a rank's slice by the formula, which deals out even slices' padding to all alike."""
+        """Elements and padding of a rank's slice by the formula, with the padding of even slices in equal shares."""
         if self.bounds is not None:
             return Fraction(self.slice_numel(rank)), Fraction(0)
         return Fraction(self.numel, self.ranks), Fraction(self.padding, self.ranks)
 
     def padding_in(self, start: int, stop: int) -> int:
-        """How many elements of [start, stop) are padding."""
+        """Number of padding elements in [start, stop)."""
         return max(0, stop - max(start, self.numel))
 
     def number_at(self, element: int) -> int:
@@ -115,7 +115,7 @@ class Index:
         return max(0, bisect.bisect_right(self.entries, element, key=lambda entry: entry.offset) - 1)
 
     def borders(self, chosen: bytes) -> list[int]:
-        """The first elements of parameters that are `chosen` where the one before is not, or the other way round."""
+        """First elements of the runs of `chosen` and of other parameters, without the first run."""
         ends = zip(chosen, chosen[1:], self.entries[1:], strict=False)
         return [entry.offset for before, after, entry in ends if before != after]
 
@@ -128,14 +128,14 @@ class Index:
 
 
 class Flat:
-    """The parameters of one unit that share dtype and trainability, one behind the other in one buffer.
+    """The parameters of one unit that share dtype and trainability, one after the other in one buffer.
 
     The technique that decides on residency (ZeRO, offload) owns the buffer; a flat lets the parameters view it.
     `detach` leaves each parameter with its shape and NaN for values, and refuses writes.
 
     Args:
         ranks: that slice it.
-        kind: of its place, for its label; empty for dense parameters.
+        kind: of its place, for the label; empty for dense parameters.
         bounds: between which uneven slices lie; None for even ones.
 
     Attributes:
@@ -193,7 +193,7 @@ class Flat:
         return buffer[entry.offset : entry.stop].view(entry.shape)
 
     def bind(self, buffer: torch.Tensor) -> None:
-        """Make `buffer` [padded] the storage of the parameters; `attach` lets them view it."""
+        """Make `buffer` [padded] the storage of the parameters; `attach` points them at it."""
         self.views = [self.view(buffer, number) for number in range(len(self.parameters))]
         self._absent = torch.full((), float("nan") if self.dtype.is_floating_point else 0, device=buffer.device).to(
             self.dtype
@@ -201,7 +201,7 @@ class Flat:
         self._nowhere = []
 
     def watch(self, kinds: tuple[type[nn.Parameter], type[nn.Parameter]], present: bool) -> None:
-        """Make the parameters watched ones ([Note: watched parameters]); those of other classes stay as they are.
+        """Make the parameters watched ones ([Note: watched parameters]); parameters of other classes stay as they are.
 
         Args:
             present: whether their values are on this rank now.
@@ -249,7 +249,7 @@ class Flat:
         return lent
 
     def take_over(self, number: int) -> None:
-        """Copy the values of a parameter whose memory was replaced into the buffer, and let it view the buffer again.
+        """Copy the values of a parameter whose memory was replaced into the buffer, and point it at the buffer again.
 
         Tensors that `p.data` returned before keep their values, in memory of their own.
         """
@@ -315,7 +315,7 @@ def wide_norm(values: torch.Tensor, kind: float = 2.0) -> float:
 
 
 def digest_of(tensors: Iterable[torch.Tensor]) -> int:
-    """CRC-32 of the bytes of 1-D tensors, one behind the other."""
+    """CRC-32 of the bytes of 1-D tensors, one after the other."""
     crc = 0
     for tensor in tensors:
         raw = tensor.detach().view(torch.uint8)

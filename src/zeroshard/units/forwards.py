@@ -104,13 +104,13 @@ def layers_of(module: nn.Module) -> tuple[str, ...]:
 
 
 def layer_of(module: nn.Module, name: str) -> Any:
-    """The callable that is a module's layer of this name, outermost first; None if there is none."""
+    """The callable of a module's layer with this name, outermost first; None if there is none."""
     layers = _known(module)
     return next((layer.forward for layer in layers.all if layer.name == name), None) if layers is not None else None
 
 
 def inside(module: nn.Module, name: str) -> Forward:
-    """The forward that a layer of this name has inside of it, or would have."""
+    """The forward inside of a layer with this name, or inside of the place for one."""
     layers = _current(module)
     if layers is None:
         own: Forward = module.forward
@@ -120,13 +120,13 @@ def inside(module: nn.Module, name: str) -> Forward:
 
 
 def replaced(module: nn.Module, forward: Forward) -> Forward | None:
-    """A forward of a module; None if it is that of the module's class."""
+    """The forward itself, unless it is that of the module's class; None then."""
     return None if getattr(forward, "__func__", None) is type(module).forward else forward
 
 
 @contextmanager
 def instead(module: nn.Module, forward: Forward) -> Iterator[None]:
-    """A module has another forward inside, without any layer."""
+    """Give a module another forward inside, without any layer."""
     before = vars(module).get("forward")
     vars(module)["forward"] = forward
     try:
@@ -141,7 +141,7 @@ def _known(module: nn.Module) -> _Layers | None:
 
 
 def _current(module: nn.Module) -> _Layers | None:
-    """The layers to which others can be added: no forward was set around them."""
+    """The layers, if others can be added: no forward was set around them."""
     layers = _known(module)
     return layers if layers is not None and vars(module).get("forward") is layers.all[0].forward else None
 

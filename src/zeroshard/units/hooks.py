@@ -44,7 +44,7 @@ def outside(call: Callable[..., Any]) -> Hook:
 
 
 def in_place_of(parameter: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
-    """A parameter of other values or of a part, that takes another's place: trained or frozen as that, with its hooks.
+    """A parameter with other values that replaces `parameter`: trained or frozen alike, with its hooks.
 
     They are one collection, so a handle of the user removes a hook from both.
     """
@@ -57,16 +57,16 @@ def in_place_of(parameter: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
 
 
 class GradientHooks:
-    """The hooks on gradients that parameters have now, for others that stand for them later.
+    """The hooks on gradients that parameters have now, for the parameters that replace them.
 
-    What the user removes is not called any more.
+    Hooks that the user removes are not called any more.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._hooks = [(p._backward_hooks, tuple(p._backward_hooks or ())) for p in parameters]
 
     def put_on(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Put them on as many others, in the same order."""
+        """Register them on as many other parameters, in the same order."""
         for parameter, (hooks, keys) in zip(parameters, self._hooks, strict=True):
             for key in keys:
                 parameter.register_hook(partial(_call, hooks, key))
@@ -94,7 +94,7 @@ def listen(tree: Any, hook: Callable[[torch.Tensor], None], first: bool = False,
 
 
 def place_of(tensor: torch.Tensor) -> int:
-    """The identity of a tensor's storage; -1 for those without, such as sparse ones."""
+    """The identity of a tensor's storage; -1 for tensors without one, such as sparse ones."""
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else -1
 
 
@@ -154,7 +154,7 @@ def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
 
 
 def with_tensors(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """`tree` with `change` applied to each tensor: tuples and sets are made anew, all else is changed in place."""
+    """`tree` with `change` applied to each tensor: tuples and sets are new objects, all else is changed in place."""
     seen: set[int] = set()
 
     def walk(item: Any) -> Any:

@@ -25,14 +25,14 @@ Initialiser = Callable[[nn.Module], object]
 
 
 class Materialiser:
-    """Gives real values to the parameters and buffers of a model that was built on the `meta` device.
+    """Materialises the parameters and buffers of a model that was built on the `meta` device.
 
     Args:
         model: the model; modules with real tensors are left alone.
         seed: the seed of all initial weights.
         initialise: called with each module that owns parameters or buffers, as in `nn.Module.apply`; by default the
             module's own `reset_parameters()`.
-        skip: modules that stay on the meta device, because their tensors are elsewhere.
+        skip: modules that stay on the meta device, because their tensors are on other ranks.
 
     Attributes:
         uncut: the modules as they were before parameters were cut.
@@ -53,7 +53,7 @@ class Materialiser:
                 self._first_owner.setdefault(parameter, module)
 
     def real(self, parameter: nn.Parameter) -> nn.Parameter:
-        """The parameter that took the place of `parameter` (itself, if it was real)."""
+        """The materialised parameter for `parameter` (itself, if it was real)."""
         return self._real.get(parameter, parameter)
 
     def materialise(self, module: nn.Module) -> None:
@@ -142,7 +142,7 @@ def _unset(tensor: torch.Tensor | None) -> bool:
 
 
 def seed_of(seed: int, *parts: object) -> int:
-    """A 63-bit seed that depends on `seed` and `parts` alone (BLAKE2b), the same on every machine."""
+    """A 63-bit seed from `seed` and `parts` alone (BLAKE2b), equal on every machine."""
     text = "/".join(map(str, (seed, *parts)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
 
@@ -154,7 +154,7 @@ BLOCK = 2**22  # elements that go over the device at a time
 
 
 class Uncut:
-    """The modules on the meta device of a model whose parameters are cut; of none, until `keep`.
+    """The modules on the meta device of a model whose parameters are cut; none until `keep`.
 
     Attributes:
         released: whole parameters whose values were dropped, because their parts have been cut out.
@@ -178,7 +178,7 @@ class Uncut:
             self._states = {module: _state(module) for module in model.modules() if _is_meta(module)}
 
     def cut(self, model: nn.Module, parts: Mapping[nn.Parameter, PartOf]) -> None:
-        """Take in the parts that have come in the place of parameters of the model."""
+        """Register the parts that replace parameters of the model."""
         for name, parameter in model.named_parameters():
             if parameter in parts and name in self._names:
                 self._parts[self._names[name]] = parameter, parts[parameter]
@@ -188,18 +188,18 @@ class Uncut:
                 self._before[module], self._now[before] = before, module
 
     def before(self, module: nn.Module) -> nn.Module:
-        """The module that was in the place of this one before the cut."""
+        """The module that this one replaced in the cut."""
         return self._before.get(module, module)
 
     def enter(self, module: nn.Module) -> None:
-        """Put a module back as it was before the cut, until `leave`."""
+        """Restore a module's state from before the cut, until `leave`."""
         if module in self._states:
             state = self._states.pop(module)
             self._entered[module] = _state(module), dict(state["_parameters"])
             _set_state(module, state)
 
     def leave(self, real: dict[nn.Parameter, nn.Parameter]) -> None:
-        """Put all modules back as they are after the cut, with values.
+        """Restore the states after the cut, with values.
 
         Args:
             real: by parameter on the meta device, the one that takes its place; parts take that of whole ones.
@@ -249,7 +249,7 @@ def _is_meta(module: nn.Module) -> bool:
 
 
 def _state(module: nn.Module) -> State:
-    """A copy of a module's attributes, which stays as it is when the module changes."""
+    """A copy of a module's attributes, unaffected by later changes of the module."""
     return {name: dict(value) if name in TABLES else value for name, value in module.__dict__.items()}
 
 

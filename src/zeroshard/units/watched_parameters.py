@@ -58,10 +58,10 @@ class Watcher(Protocol):
         """Carry out `parameter.data = values`, or raise."""
 
     def fetch(self, parameters: list[nn.Parameter], reads: bool = True) -> None:
-        """Fetch the values of absent parameters, or raise; without `reads`, only wait for values that arrive.
+        """Fetch the values of absent parameters, or raise; without `reads`, only wait for arriving values.
 
         Args:
-            reads: whether values are read, or only their memory is asked for.
+            reads: whether values are read, or only their memory.
         """
 
 
@@ -172,7 +172,7 @@ def in_dispatch_handler() -> bool:
 
 
 class ForwardAlias(Tensor):
-    """What `p.data` is inside of a forward where a write would be lost: limits on its elements go to the engine.
+    """The tensor of `p.data` inside of a forward where a write would be lost: limits on its elements go to the engine.
 
     Attributes:
         limit: carries out a function of `LIMITS`, given as its name and arguments, on the parameter.
@@ -197,7 +197,7 @@ class Unreadable(Tensor):
     """A tensor with a shape and no values: reading or writing it raises.
 
     Attributes:
-        parameter: the name of the parameter whose values or gradient it stands for.
+        parameter: the name of the parameter whose values or gradient are absent.
         refuse: makes the error, from that name.
     """
 

@@ -68,7 +68,7 @@ def check_options(mesh: Any, **functions: Any) -> None:
 
 
 def _plan_meant(plan: Any) -> str:
-    """The way out for an argument that is no plan."""
+    """The way out in the error message for an argument that is no plan."""
     names = {field.name for field in fields(Plan)}
     if isinstance(plan, Mapping) and plan.keys() <= names:
         return f"write zs.Plan({', '.join(f'{key}={value!r}' for key, value in plan.items())})"
@@ -91,20 +91,20 @@ def _found(value: Any) -> str:
 
 
 def _place_of(value: Any, place: str) -> str:
-    """The end of a message about an argument in the place of another; empty for other values."""
+    """The end of an error message about swapped arguments; empty for other values."""
     kinds = {"model": nn.Module, "optimizer": torch.optim.Optimizer, "plan": Plan}
     name = next((name for name, kind in kinds.items() if isinstance(value, kind)), None)
     return f"; the {place} argument here is the {name}" if name else ""
 
 
 def _class_called(text: str) -> str:
-    """The class of torch.optim with a name in any spelling; AdamW if there is none."""
+    """The torch.optim class of this name in any spelling; AdamW if there is none."""
     known = {name.lower(): name for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
     return known.get(text.lower().replace("_", ""), "AdamW")
 
 
 def refuse_used(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that has taken steps, holds another one, has another step or states of no parameter.
+    """Refuse an optimizer that has taken steps, wraps another one, or has another `step` or states without a parameter.
 
     Raises:
         OptimizerError: with the way out.
@@ -137,7 +137,7 @@ def refuse_used(optimizer: torch.optim.Optimizer) -> None:
 
 
 def groups_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[nn.Parameter, int]:
-    """The optimizer group of every parameter; trainable ones that are in none are frozen, with a warning.
+    """The optimizer group of every parameter; trainable parameters without a group are frozen, with a warning.
 
     Raises:
         OptimizerError: it holds parameters that are not in the model.
@@ -206,7 +206,7 @@ def refuse_split(optimizer: torch.optim.Optimizer, layout: StateLayout, cuts: Cu
 
 
 def _refuse_empty(optimizer: torch.optim.Optimizer, layout: StateLayout, splits: Sequence[Split]) -> None:
-    """Refuse a matrix of which some rank has nothing: all that hold parts of it take part in its update."""
+    """Refuse a matrix of which some rank has no elements: all ranks that hold parts take part in its update."""
     name = type(optimizer).__name__
     empty = next((cut for cut in splits if not all(cut.by_rank)), None)
     if empty is not None:

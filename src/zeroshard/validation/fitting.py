@@ -23,7 +23,7 @@ ZERO: tuple[Literal[0, 1, 2, 3], ...] = (0, 1, 2, 3)
 
 @dataclass(frozen=True, slots=True)
 class Fitting:
-    """Searches a plan that needs fewer bytes on each device than the present one.
+    """Searches for a plan that needs fewer bytes on each device than the present one.
 
     Attributes:
         plan: the present plan.
@@ -42,7 +42,7 @@ class Fitting:
     each: BytesPerParameter
 
     def device_bytes(self, plan: Plan) -> int:
-        """Model states on each device under a plan, with the units that are gathered at once under stage 3."""
+        """Model states on each device under a plan, with the units gathered at once under stage 3."""
         states = state_bytes(self.trainable, self.ranks, plan.zero, self.each)
         parameters = states.parameters
         parameters += state_bytes(self.frozen, self.ranks, plan.zero, self.each, frozen=True).parameters
@@ -56,7 +56,7 @@ class Fitting:
         return ceil(parameters + gradients + stay * (states.master_weights + states.optimizer_states)) + gathered
 
     def way_out(self, needed: int, budget: int) -> str:
-        """The first plan with which `needed` bytes shrink into the budget, as options; or the smallest budget.
+        """The first plan under which `needed` bytes fit the budget, as options; or the smallest budget.
 
         Args:
             needed: bytes on the device at the refused allocation; those that are no model states are the same under
@@ -82,7 +82,7 @@ class Fitting:
 
 
 def leaner(plan: Plan, ranks: int) -> Iterator[Plan]:
-    """Plans that keep less on each device, in the order of their cost: higher stages, then more offload."""
+    """Plans with fewer bytes on each device, in the order of their cost: higher stages, then more offload."""
     kept = [part for part in KINDS if part in plan.offloading.kinds]
     ways = [(zero, kept) for zero in range(plan.zero + 1, 4) if ranks > 1]
     ways += [(zero, [*kept, "optimizer"]) for zero in range(max(2, plan.zero), 4 if ranks > 1 else 3)]

@@ -41,7 +41,7 @@ R = TypeVar("R")
 
 
 def raises_budget_exceeded(method: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E, P], R]:
-    """Let a method of an engine raise `BudgetExceeded` if the system has no memory for it, and so on all ranks."""
+    """Make a method of an engine raise `BudgetExceeded`, on all ranks, if the system refuses memory."""
 
     @functools.wraps(method)
     def call(self: E, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -66,7 +66,7 @@ def _announce(engine: object, error: BudgetExceeded) -> None:
 
 
 def raise_on_all_ranks(comm: Comm, check: Callable[[], None]) -> None:
-    """Run a check of this rank's memory, and raise on all ranks if one of them has not enough; a collective call.
+    """Check this rank's memory, and raise on all ranks if one of them has too little; a collective call.
 
     Raises:
         BudgetExceeded: with the rank, if it is another.
@@ -135,7 +135,7 @@ Groups = dict[nn.Parameter, int]  # the optimizer group of each trained paramete
 
 @dataclass(frozen=True, slots=True)
 class RoomChecks:
-    """Refuses states that do not fit.
+    """Refuses states that do not fit into memory.
 
     Attributes:
         mesh: the ranks that slice dense parameters.
@@ -156,15 +156,15 @@ class RoomChecks:
         on_host: set[int],
         tiers: HostTiers | None,
     ) -> None:
-        """Check `budget` and `machine`; their arguments are explained there."""
+        """Run `budget` and `machine`."""
         self.budget(units, groups, itemsize)
         self.machine(units, groups, on_host, tiers)
 
     def budget(self, units: list[Unit], groups: Groups, itemsize: Callable[[nn.Parameter], int]) -> None:
-        """Refuse a budget that the weights alone exceed; give the ledger the way out for later refusals.
+        """Refuse a budget that the weights alone exceed; set the ledger's way out for later refusals.
 
         Args:
-            itemsize: bytes of an element of a parameter, as it is computed with.
+            itemsize: bytes of an element of a parameter in the dtype of computation.
 
         Raises:
             BudgetExceeded: with the least that they need.
@@ -190,7 +190,7 @@ class RoomChecks:
             raise BudgetExceeded(f"device_memory is {budget:,} bytes, and {what} take {needed:,}.", way_out)
 
     def machine(self, units: list[Unit], groups: Groups, on_host: set[int], tiers: HostTiers | None) -> None:
-        """Refuse states that the machine cannot hold; some kernels would end the process in the first step.
+        """Refuse states that the machine cannot hold; some kernels would kill the process in the first step.
 
         Args:
             on_host: the numbers of the units that are updated on the host.

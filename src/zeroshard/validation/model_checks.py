@@ -67,7 +67,7 @@ def check_model(model: nn.Module) -> None:
 
 
 def guard(model: nn.Module, parts: Parts, forward: Running, staged: bool) -> None:
-    """Make calls that load, save or move parameters of `model` without the engine raise."""
+    """Make calls raise that load, save or move parameters of `model` without the engine."""
     part_of = {id(parameter): part for part in parts.all for parameter in part.flat.parameters}
     for module in model.modules():
         vars(module)["_apply"] = _Apply(module, forward)
@@ -77,7 +77,7 @@ def guard(model: nn.Module, parts: Parts, forward: Running, staged: bool) -> Non
 
 
 def _has_engine(module: nn.Module) -> bool:
-    """Whether an engine was made for the module, or its construction failed."""
+    """Whether the module belongs to an engine, or to one whose construction failed."""
     hooks = module._forward_pre_hooks.values()
     watched = any(isinstance(p, WatchedParameter) and p.watcher() is not None for p in module._parameters.values())
     return watched or any(isinstance(hook, Hook) for hook in hooks)
@@ -177,7 +177,7 @@ def _refuse_absent(part_of: PartOf, module: nn.Module, prefix: str, keep_vars: b
 
 
 class _Apply:
-    """Takes the place of `Module._apply`, by which `to`, `cuda`, `half` and `float` change parameters."""
+    """Replaces `Module._apply`, by which `to`, `cuda`, `half` and `float` change parameters."""
 
     __slots__ = ("_forward", "_module")
 

@@ -41,7 +41,7 @@ def check_alike(comm: Comm, model: nn.Module, optimizer: torch.optim.Optimizer, 
 
 
 def _facts(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> Iterator[tuple[str, str]]:
-    """Names and values of everything that must be the same on all ranks."""
+    """Names and values of all settings that must be equal on all ranks."""
     yield "the version of zeroshard", __version__
     yield "the version of torch", str(torch.__version__)
     for name, value in flat(plan.as_dict()):
@@ -68,7 +68,7 @@ def _of_tensor(tensor: torch.Tensor) -> str:
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """For parameters with several names, each further name and the first; taken before stages are cut."""
+    """For parameters with several names, each further name and the first; made before the model is cut into stages."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     every = model.named_parameters(remove_duplicate=False)
     return {name: first[id(parameter)] for name, parameter in every if first[id(parameter)] != name}
@@ -100,7 +100,7 @@ def check_ranks(plan: Plan, ranks: int) -> None:
 
 
 def _needed(sizes: Mapping[str, int]) -> int:
-    """The least number of ranks; those that split a layer work on one batch, and slices are of other batches."""
+    """The least number of ranks: those that split a layer work on one batch, and slices are of other batches."""
     return sizes[STAGES] * math.lcm(sizes[LAYERS] * sizes[SLICES], sizes[EXPERTS])
 
 
@@ -137,7 +137,7 @@ class Copied:
 
 
 def copied(parts: Parts) -> Iterator[Copied]:
-    """The values of this rank that other ranks hold too."""
+    """This rank's values that other ranks hold too."""
     for part in parts.all:
         place, weights, index = part.place, part.weights, part.flat.index
         if weights.copied:
@@ -155,7 +155,7 @@ def copied(parts: Parts) -> Iterator[Copied]:
 
 
 def check_replicas(parts: Parts, world: Comm, axes: Sequence[Axis]) -> None:
-    """Compare values that must be the same on several ranks: a collective call of all ranks that train.
+    """Compare values that must be equal on several ranks: a collective call of all ranks.
 
     These are full parameters at the stages that keep them, slices that several groups of ranks hold, and optimizer
     states that several ranks hold, and pieces of split tensors that several ranks have beside other pieces of them. Of
@@ -208,7 +208,7 @@ def _differing_pieces(parts: Parts, world: Comm) -> list[str]:
 
 
 def _split_pieces(part: Part, names: set[str]) -> Iterator[tuple[str, int]]:
-    """The digests of this rank's pieces of some tensors, by kind, name and box."""
+    """Digests of this rank's pieces of some tensors, by kind, name and box."""
     index, weights = part.flat.index, part.weights
     numbers = {entry.name: number for number, entry in enumerate(index.entries)}
 
@@ -251,7 +251,7 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def _pieces(part: Part, kind: str, values: torch.Tensor, start: int) -> Pieces:
-    """The parameters in `values`, which begin at `start` in the flat; padding is left out."""
+    """The parameters in `values`, which begin at `start` in the flat; without padding."""
     index = part.flat.index
     return [
         (f"{kind} {index.entries[number].name}", values[low - start : high - start])
@@ -276,7 +276,7 @@ def _states(part: Part) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _columns(part: Part) -> Iterator[tuple[str, torch.Tensor]]:
-    """The states of a matrix that is cut at rows which all ranks have, such as those of its columns."""
+    """States of a row-split matrix that every rank holds whole, such as statistics of its columns."""
     for span in part.updater.spans:
         if span.rows is not None:
             name, own = part.flat.index.entries[0].name, span.rows.states
