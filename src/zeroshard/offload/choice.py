@@ -1,4 +1,4 @@
-"""Answers of offload to the planner, and its offers to a search in which no other plan fits."""
+"""Offload's answers to the planner, and its offers to a search in which no other plan fits."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True)
 class Offloading(Choice):
-    """The choice of what a plan keeps on lower tiers.
+    """The offloaded parts of a plan, as a choice of the planner.
 
     Attributes:
         policy: of the plan.
@@ -39,22 +39,22 @@ class Offloading(Choice):
 
     @property
     def resort(self) -> str:
-        """Its name, where anything is offloaded."""
+        """The name "offload", where any part is offloaded."""
         return "offload" if self.parts else ""
 
     @property
     def exhausted(self) -> bool:
-        """All states are offloaded: no further plan offloads more, so it is rehearsed for the smallest budget."""
+        """Whether all states are offloaded: no plan offloads more, so it is rehearsed for the smallest budget."""
         return bool(self.parts) and self.policy.fraction == 1
 
     @property
     def alike(self) -> bool:
-        """With a share of the states, a further block may be offloaded or not."""
+        """Whether all blocks are offloaded alike; not with a share of the states."""
         return not (self.policy.optimizer and self.policy.fraction < 1)
 
     @property
     def beside_devices(self) -> bool:
-        """Offloaded bytes are counted exactly, and so is the room for them."""
+        """Whether offloaded bytes, and the memory for them, are counted exactly."""
         return bool(self.parts)
 
     def describe(self, ranks: int | None) -> Description:
@@ -82,7 +82,7 @@ class Offloading(Choice):
             yield Remedy("A larger offload.fraction would leave less.", {}, ranks, certain=True)
 
     def on_host(self, usual: str) -> str:
-        """Offloaded bytes, beside checkpoints."""
+        """The phrase for offloaded bytes and checkpoints."""
         return "What is offloaded, and a checkpoint on its way to the disk, need" if self.parts else usual
 
     def budget(self, nbytes: int, usual: str) -> str:
@@ -90,7 +90,7 @@ class Offloading(Choice):
         return f"The smallest budget that works for it is device_memory={nbytes}." if self.parts else usual
 
     def rehearsed(self, settled: int, meaningless: bool) -> Mapping[str, Any]:
-        """Updates are late from the first step on that must be like all others."""
+        """Settings under which updates are late from the first measured step on."""
         return {"offload.delayed_warmup": min(self.policy.delayed_warmup, settled)}
 
     def settled(self, pipeline: PipelineSchedule, usual: int) -> int:
@@ -99,7 +99,7 @@ class Offloading(Choice):
         return usual + 2 * (policy.delayed_update or (policy.optimizer and policy.speculate))
 
     def notes(self, host_rate: str) -> tuple[str, ...]:
-        """Its seconds are modelled."""
+        """A note that its seconds are modelled."""
         modelled = (
             "Seconds of copies between tiers and of host updates are modelled on a virtual clock, or are the CPU time "
             "that they take where layers are really run"
@@ -107,12 +107,12 @@ class Offloading(Choice):
         return (f"{modelled}; {host_rate}.",) if self.parts else ()
 
     def updater(self, on_device: Made, on_host: Made) -> Made:
-        """The one of two optimizers that stands where the states are."""
+        """The optimizer on the tier of the states."""
         return on_host if self.policy.optimizer else on_device
 
 
 def offers(site: Site) -> Iterator[Offer]:
-    """Plans that move fewest bytes first; with ZeRO-2 as in 2101.06840, section 4.2, or 3."""
+    """Plans that move the fewest bytes first; with ZeRO-2 as in 2101.06840, section 4.2, or 3."""
     if site.rows % site.ranks:
         return
     counts = divisors(site.rows // site.ranks)

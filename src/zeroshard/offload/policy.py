@@ -84,7 +84,7 @@ class Offload:
 
     @property
     def parameters(self) -> bool:
-        """Whether slices of parameters are offloaded, and brought up for each use."""
+        """Whether slices of parameters are offloaded, and copied to the device for each use."""
         return "parameters" in self.kinds
 
     @property

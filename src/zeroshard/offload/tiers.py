@@ -1,4 +1,4 @@
-"""The tiers below the device: slices on the host or a disk, the link to them, and the choice of units kept there.
+"""The tiers below the device: slices on the host or a disk, the link to them, and the units kept there.
 
 [Note: L2L] Layer-to-layer execution (Pudipeddi et al., 2002.05645): a slice of parameters stays below the device, and
 `zero.weights.Sliced` brings it for its unit's forward and backward, the next one beside them; so the device holds two
@@ -45,7 +45,7 @@ Moment = torch.Tensor | Blockwise
 
 @dataclass(frozen=True, slots=True)
 class SlicePiece:
-    """Elements [start, stop) of a slice that are updated alike, and how; `block` is the first of their scales."""
+    """Elements [start, stop) of a slice with one update rule; `block` is the first of their scales."""
 
     start: int
     stop: int
@@ -55,7 +55,7 @@ class SlicePiece:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How a slice of `numel` elements is kept: bytes of its master weights, moments and their scales.
+    """The layout of a slice of `numel` elements: bytes of its master weights, moments and their scales.
 
     Attributes:
         moments: "fp32", "bf16" or "8bit" (2110.02861).
@@ -75,11 +75,11 @@ class Form:
 
 
 class Pages:
-    """Memory for one version of a slice: five byte buffers as `Form.sizes` says.
+    """Memory for one version of a slice: five byte buffers with the sizes of `Form.sizes`.
 
     Attributes:
-        form: what is in them.
-        buffers: themselves.
+        form: the layout of the content.
+        buffers: the five.
         master: the master weights [S] in the first.
     """
 
@@ -104,12 +104,12 @@ class HostSlice:
     """One slice [S] whose updates run on the host.
 
     Args:
-        form: how it is kept.
-        padding: elements at its end that hold nothing.
-        disk: where it lives between updates; in host memory by default.
+        form: its layout.
+        padding: padding elements at its end.
+        disk: its tier between updates; host memory by default.
 
     Attributes:
-        form: how it is kept.
+        form: its layout.
         rebind: called with its pages when they are in memory, and with None when they are on the disk alone.
     """
 
@@ -142,12 +142,12 @@ class HostSlice:
 
     @property
     def behind(self) -> bool:
-        """Whether the host has had no time yet for its last update."""
+        """Whether its last update has not run yet, because the host is behind."""
         return self._last is not None and self._last.behind
 
     @property
     def pages(self) -> Pages:
-        """Where it is in host memory; on the disk, only inside of `fetched`."""
+        """Its pages in host memory; on the disk, only inside of `fetched`."""
         assert self._pages is not None
         return self._pages
 
@@ -158,7 +158,7 @@ class HostSlice:
 
     @contextmanager
     def fetched(self, writes: bool = False) -> Iterator[Pages]:
-        """Have the slice in host memory inside; what was written goes back to the disk if `writes`."""
+        """Bring the slice into host memory inside; if `writes`, it is written back to the disk."""
         self.settle()
         if self._disk is None or self._pages is not None:
             yield self.pages
@@ -188,8 +188,8 @@ class HostSlice:
         """Begin an update with `gradient` [S] times `factor`.
 
         Args:
-            parts: what is updated, and how; the rest of `out` gets the weights as they are.
-            out: [S] in the dtype of computation, where the new weights go too.
+            parts: the updated elements, and their update rules; the rest of `out` gets the weights unchanged.
+            out: [S] in the dtype of computation, for the new weights too.
             weights_alone: write `out`, and no states ([Note: weights first]).
         """
 
@@ -206,7 +206,7 @@ class HostSlice:
 
     @contextmanager
     def _brought(self, own: Pages | None) -> Iterator[Pages]:
-        """Its pages; those of a slice on the disk are read before and written after."""
+        """Its pages; for a slice on the disk, read before and written after."""
         if own is not None:
             yield own
             return
@@ -219,7 +219,7 @@ class HostSlice:
             self._give_back(pages)
 
     def lay_out(self, spans: Sequence[tuple[int, int]]) -> None:
-        """Let each [start, stop) of the slice begin with a scale of its own; 8-bit moments are encoded anew for it."""
+        """Begin each [start, stop) of the slice with a scale of its own; 8-bit moments are encoded again for it."""
         if self.form.moments != "8bit" or [span[:2] for span in self._layout] == list(spans):
             return
         with self.fetched(writes=True) as pages:
@@ -256,7 +256,7 @@ class HostSlice:
                 moment.copy_(values)
 
     def forget_moments(self, start: int, stop: int) -> None:
-        """Let the moments of a span be zeros, as before the first step."""
+        """Zero the moments of a span, as before the first step."""
         nothing = torch.zeros(stop - start)
         self.keep_moments(start, stop, nothing, nothing)
 
@@ -309,14 +309,14 @@ def gaps(parts: Iterable[tuple[int, int]], numel: int) -> Iterator[tuple[int, in
 
 
 class StagingMemory:
-    """Memory of the host where new weights wait for their way to the device."""
+    """Host memory for new weights on their way to the device."""
 
     def __init__(self, host: HostMemory) -> None:
         self._host = host
         self._left: list[tuple[Task, torch.Tensor]] = []
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """Uninitialised bytes, of weights that have reached the device where there are any."""
+        """Uninitialised bytes, reused from weights that have reached the device where there are any."""
         under_way = []
         for task, staging in self._left:
             if task.ended:
@@ -327,7 +327,7 @@ class StagingMemory:
         return self._host.borrow(nbytes)
 
     def leave(self, staging: torch.Tensor, task: Task) -> None:
-        """What `take` returned is free when a task has ended."""
+        """Free memory from `take` once a task has ended."""
         self._left.append((task, staging))
 
 
@@ -335,14 +335,14 @@ class HostTiers:
     """The tiers below the device of one engine; keeps slices of parameters there for `zero.weights.Sliced`.
 
     Attributes:
-        policy: what is kept where.
+        policy: the parts on each tier.
         host: its memory.
         link: to it.
-        disk: where states live, if not in host memory.
-        spare: gives the bytes, beside those taken now, in which weights may be made that may be wrong.
+        disk: the tier of the states, if not host memory.
+        spare: gives the bytes, besides those taken now, for weights made before the verdict.
         ranks: that slice among themselves.
         brings: the purposes under which slices of parameters are moved for each use.
-        adam: whether the host's own Adam takes the place of the user's optimizer.
+        adam: whether the host's own Adam replaces the user's optimizer.
     """
 
     brings: tuple[Purpose, ...] = (Purpose.PARAMETERS_UP,)
@@ -370,7 +370,7 @@ class HostTiers:
         self.spare: Callable[[], int] = lambda: max(0, spare - ledger.total("host")) // SPARED
 
     def slab(self, numel: int, dtype: torch.dtype, label: str, padding: int) -> torch.Tensor:
-        """Memory for a slice [numel] of parameters, whose last `padding` elements hold nothing."""
+        """Memory for a slice [numel] of parameters, whose last `padding` elements are padding."""
         tier = self.disk if self.policy.disk_parameters and self.disk is not None else self.host
         return tier.slab(numel, dtype, Category.PARAMETERS, label, padding)
 
@@ -393,7 +393,7 @@ class HostTiers:
     def check_room(
         self, units: Sequence[Unit], going: set[int], compute: torch.dtype | None, states: int | Fraction, adds: bool
     ) -> None:
-        """Refuse states that host memory cannot hold, before any of it is taken.
+        """Refuse states that host memory cannot hold, before any is taken.
 
         Args:
             going: the numbers of the units that are offloaded.
@@ -402,8 +402,8 @@ class HostTiers:
             adds: whether gradients of several microbatches add up.
 
         Raises:
-            BudgetExceeded: with what is needed and what there is. ModelError: parameters that the plan's host Adam
-                does not update.
+            BudgetExceeded: with the bytes needed and the bytes left. ModelError: parameters that the plan's host Adam
+                cannot update.
         """
         policy, ranks, nbytes, on_disk = self.policy, self.ranks, 0, 0
         gradients = 2 if policy.delayed_update else 1
@@ -434,19 +434,19 @@ class HostTiers:
 
 
 def agreed_on_host(units: Sequence[Unit], share: float, comm: Comm) -> set[int]:
-    """The numbers of the units that live on the host on any rank of `comm`; a collective call where some do not.
+    """The numbers of the units kept on the host on any rank of `comm`; a collective call where some are not.
 
-    Ranks with parts of uneven size would choose unlike units.
+    Ranks with parts of uneven size would choose different units.
     """
     chosen = units_on_host(units, share)
     return chosen if share >= 1 else chosen.union(*comm.agree_on(sorted(chosen), "units on the host"))
 
 
 def units_on_host(units: Sequence[Unit], share: float) -> set[int]:
-    """The numbers of the units that live on the host: the last ones, until they hold at least `share` of all elements.
+    """The numbers of the units kept on the host: the last ones, until they hold at least `share` of all elements.
 
     Their gradients come first in the backward and their weights are needed last, so they have the most time. The root,
-    which the forward needs at once, is the last to go.
+    which the forward needs at once, is chosen last.
     """
     sizes = [sum(parameter.numel() for parameter in unit.parameters.values()) for unit in units]
     root = len(units) - 1
@@ -459,7 +459,7 @@ def units_on_host(units: Sequence[Unit], share: float) -> set[int]:
 
 
 def _warn_if_slow(disk: Disk, nbytes: int) -> None:
-    """Say what reading and writing so many bytes in every step will take."""
+    """Warn if reading and writing so many bytes in every step takes long."""
     read, write = disk.bandwidth()
     seconds = nbytes / read + nbytes / write
     if seconds > SLOW:

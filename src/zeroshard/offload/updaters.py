@@ -25,7 +25,7 @@ from zeroshard.traffic import Purpose
 
 
 class HostScratch:
-    """Scratch in the memory of the host, for whole matrices that are updated there."""
+    """Scratch in host memory, for whole matrices that are updated there."""
 
     def __init__(self, host: HostMemory) -> None:
         self._host = host
@@ -35,15 +35,15 @@ class HostScratch:
         return self._host.borrow(numel * dtype.itemsize).view(dtype)
 
     def give(self, tensor: torch.Tensor) -> None:
-        """Hand it back."""
+        """Return it."""
         self._host.give_back(tensor)
 
 
 class HostUpdater(MasterUpdater):
-    """The user's optimizer, over values in the host's memory.
+    """The user's optimizer, over values in host memory.
 
     Args:
-        updates: all of the engine.
+        updates: those of the engine.
         unit: the number of the unit of the flat.
     """
 
@@ -79,7 +79,7 @@ class HostUpdater(MasterUpdater):
 
     @property
     def leaves(self) -> tuple[Arena | None, int]:
-        """An update makes nothing on the device."""
+        """None: an update makes nothing on the device."""
         return None, 0
 
     def planned(self) -> Iterator[Planned]:
@@ -119,7 +119,7 @@ class HostAdam(HostUpdater):
     """The host's own Adam, over the pages of a slice.
 
     Args:
-        host_slice: where values and moments are; fetched.
+        host_slice: holds values and moments; fetched.
         total: the sum of the gradients.
     """
 
@@ -143,7 +143,7 @@ class HostAdam(HostUpdater):
         updates.join(self)
 
     def spans_installed(self) -> None:
-        """Follow the pages from now on, and speculate on gradients as they come."""
+        """Follow the pages from now on, and speculate when gradients arrive."""
         self._host_slice.rebind = self._rebind
         self._rebind(None if self._host_slice.on_disk else self._host_slice.pages)
         self._lay_out()
@@ -154,7 +154,7 @@ class HostAdam(HostUpdater):
         self._updates.enqueue(self.unit, partial(self._start, written))
 
     def forget(self) -> int:
-        """Drop the update that ran ahead and was not taken over; returns its number."""
+        """Drop the speculative update that was not kept; returns the number of dropped updates."""
         if self._ahead is None:
             return 0
         ahead, self._ahead = self._ahead, None
@@ -171,11 +171,11 @@ class HostAdam(HostUpdater):
         self._lay_out()
 
     def at_hand(self, writes: bool = False) -> AbstractContextManager[Pages]:
-        """Keep the pages in host memory inside; writes there are kept if `writes`."""
+        """Pages in host memory inside; writes are kept if `writes`."""
         return self._host_slice.fetched(writes)
 
     def load_state(self, span: Span, state: dict[str, Any] | None) -> None:
-        """Set what is kept for a span, in fp32; None for nothing yet."""
+        """Set the moments of a span, in fp32; None for zeros."""
         start, stop = span.start - self.start, span.stop - self.start
         super().load_state(span, state)
         if state is None:
@@ -197,14 +197,14 @@ class HostAdam(HostUpdater):
         return {key: self.exact(expanded(value)) for key, value in super().elements(span).items()}
 
     def exact(self, values: torch.Tensor) -> torch.Tensor:
-        """A part of `values` that outlives `at_hand`: a copy of what is on the disk."""
+        """A part of `values` that outlives `at_hand`: a copy, where the slice is on the disk."""
         return values.clone() if self._host_slice.on_disk else values
 
     def _per_element(self, value: Any, span: Span) -> bool:
         return isinstance(value, Blockwise) or super()._per_element(value, span)
 
     def _start(self, written: bytes, factor: float, late: bool) -> HostUpdate:
-        """Start one step with the sum times `factor`, or take over the update that ran ahead, if it was right.
+        """Start one step with the sum times `factor`, or keep the speculative update, if it was right.
 
         Args:
             late: the weights reach the device at the end of the next step.
@@ -227,7 +227,7 @@ class HostAdam(HostUpdater):
         return update
 
     def _write_states(self, pieces: Sequence[SlicePiece], factor: float) -> None:
-        """Start the second part of an update whose new weights were made first."""
+        """Start the second part of a speculative update: its states."""
         self._sum.reader = self._host_slice.update(pieces, self._sum.sum, factor, None, self._sum.arrived)
 
     def _launch(
@@ -236,7 +236,7 @@ class HostAdam(HostUpdater):
         """Start one update.
 
         Args:
-            aside: do not write where the device reads.
+            aside: do not write to memory that the device reads.
             weights_alone: write no states.
         """
         out = self.weights.own if self._updates.in_place and not aside else None
@@ -251,7 +251,7 @@ class HostAdam(HostUpdater):
         return HostUpdate(self.weights, self.unit, self.start, task, source, staging, placed, lender)
 
     def _speculate(self) -> None:
-        """Start to make the new weights, if the gradient seems complete ([Note: speculation])."""
+        """Start to make the new weights, if the gradient is complete as expected ([Note: speculation])."""
         speculations = self._updates.speculations
         if self._sum.puts != self._expected or self._ahead is not None or not speculations.likely:
             return
@@ -264,7 +264,7 @@ class HostAdam(HostUpdater):
             self._ahead = Speculation(update, pieces, factor, self._sum.puts)
 
     def _pieces(self, spans: Sequence[Span]) -> list[SlicePiece]:
-        """The work of an update on each of some spans; states that are not there yet begin at zero."""
+        """The pieces of an update of some spans; missing states begin at zero."""
         optimizer, pieces = self._optimizer.optimizer, []
         for span in spans:
             start, stop = span.start - self.start, span.stop - self.start
@@ -282,13 +282,13 @@ class HostAdam(HostUpdater):
         return pieces
 
     def _lay_out(self) -> None:
-        """Let the slice follow its spans, where these were cut."""
+        """Lay the slice out by its spans, where these were cut."""
         self._host_slice.lay_out([(span.start - self.start, span.stop - self.start) for span in self.spans])
         if not self._host_slice.on_disk:
             self._rebind(self._host_slice.pages)
 
     def _rebind(self, pages: Pages | None) -> None:
-        """Let the values and the optimizer's tensors be views of where the slice is now."""
+        """Point the values and the optimizer's tensors at the slice's present memory."""
         if pages is None:  # on the disk: nothing may read it
             self.values = torch.full((), float("nan")).expand(self._host_slice.form.numel)
         else:

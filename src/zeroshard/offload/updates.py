@@ -1,4 +1,4 @@
-"""All updates below the device of one engine: when they run, and when the new weights reach the device.
+"""All updates below the device of one engine: the order of their runs, and the copies of new weights to the device.
 
 The life of one update: an updater enqueues it (`enqueue`); the end of the step starts it (`start`); its new weights are
 copied to where forwards read them (`progress`); the first use of its unit waits for it (`_settle`), and its slice is
@@ -54,10 +54,10 @@ class HostSum:
         spare: keep a second sum, for an update that still reads the first when the next step begins.
 
     Attributes:
-        adds: means are added on the host.
-        apart: they are made apart from the gradient buffer.
+        adds: False: means are added on the host.
+        apart: True: means are made outside of the gradient buffer.
         dtype: of the sum.
-        on_put: called when a mean has been added, or will be by tasks under way.
+        on_put: called when a mean was added, or will be by tasks in flight.
     """
 
     adds, apart = False, True
@@ -81,7 +81,7 @@ class HostSum:
 
     @property
     def puts(self) -> int:
-        """How many means were added since the last `consume`."""
+        """Number of means added since the last `consume`."""
         return self._puts
 
     @property
@@ -91,7 +91,7 @@ class HostSum:
 
     @property
     def sum(self) -> torch.Tensor:
-        """The sum [S]; to be read after `arrived`."""
+        """The sum [S]; valid after `arrived`."""
         return self._sums[0]
 
     @property
@@ -101,22 +101,22 @@ class HostSum:
 
     @property
     def lends(self) -> bool:
-        """Whether an update may leave new weights in its memory, on their way to the device."""
+        """Whether an update may put new weights into its memory, on their way to the device."""
         return not self.wide and self.dtype == self._flat.dtype and len(self._sums) == 1
 
     def slot(self) -> torch.Tensor:
-        """Where the next mean [S] is to be put, on the device."""
+        """Device memory for the next mean [S]."""
         self._scratch = self._arena.take(self._numel, self.dtype, f"mean of {self._flat.label}")
         return self._scratch
 
     def put(self, mean: torch.Tensor) -> None:
-        """Begin to add `mean` [S], which stays as it is until `release`."""
+        """Begin to add `mean` [S], which must stay unchanged until `release`."""
         if mean.dtype.itemsize > self.dtype.itemsize:
             self.widen()
         self._leaving = self._send(mean)
 
     def release(self) -> None:
-        """Wait until the mean that was put last is not read any more."""
+        """Wait until the last mean is not read any more."""
         if self._leaving is not None:
             self._leaving.wait()
             self._leaving = None
@@ -125,10 +125,10 @@ class HostSum:
             self._scratch = None
 
     def make_way(self) -> None:
-        """The gradient buffer holds no part of this sum."""
+        """Nothing: the gradient buffer holds no part of this sum."""
 
     def clear(self, low: int, high: int) -> None:
-        """Let elements [low, high) of the sum be zeros."""
+        """Zero elements [low, high) of the sum."""
         if self._puts:
             self.settle()[low:high].zero_()
 
@@ -185,7 +185,7 @@ class HostSum:
             self._host.free(slab)
 
     def changed(self, filled: bool = False) -> None:
-        """The sum that `settle` returned was changed in place; updates that began from it as it was count as wrong.
+        """Note a change of the sum that `settle` returned; earlier speculative updates count as wrong.
 
         Args:
             filled: from now on the sum holds gradients of other ranks.
@@ -200,12 +200,12 @@ class HostSum:
 
     @reader.setter
     def reader(self, task: Task) -> None:
-        """Let the next sum wait for a task that reads this one, or take the spare one."""
+        """Make the next sum wait for a task that reads this one, or use the spare one."""
         self._reader = task if len(self._sums) == 1 else None
         self._sums.reverse()
 
     def consume(self) -> None:
-        """The next mean begins a new sum."""
+        """Begin a new sum with the next mean."""
         self._empty()
         self._puts, self._norm = 0, None
 
@@ -234,16 +234,16 @@ class HostSum:
 
 @dataclass(slots=True)
 class HostUpdate:
-    """One slice's update under way.
+    """One slice's update in flight.
 
     Attributes:
-        unit: the number of the unit that it is of.
+        unit: the number of its unit.
         start: the place of the slice in the flat.
-        task: None for one that is done.
+        task: None for a finished one.
         source: the new weights on the host.
-        staging: memory that is free again when they have reached the device.
-        placed: whether they are in their place already.
-        lender: the sum of gradients in whose memory they are, and which must not be written before they have left it.
+        staging: memory that is free again once they have reached the device.
+        placed: whether they are in their final memory already.
+        lender: the sum of gradients whose memory holds them, and which must not be written before they are copied.
     """
 
     weights: Weights
@@ -258,7 +258,7 @@ class HostUpdate:
 
 @dataclass(slots=True)
 class Speculation:
-    """New weights that were made before the verdict, and the inputs of that update."""
+    """New weights made before the verdict, and the inputs of that update."""
 
     update: HostUpdate
     pieces: Sequence[SlicePiece]
@@ -267,13 +267,13 @@ class Speculation:
 
 
 class Speculates(Protocol):
-    """An updater whose updates may run before the verdict."""
+    """An updater with speculative updates."""
 
     def spans_installed(self) -> None:
-        """The optimizer has its spans."""
+        """Prepare for the optimizer's spans, which are complete."""
 
     def forget(self) -> int:
-        """Drop updates that ran and were not taken over; returns their number."""
+        """Drop updates that ran and were not kept; returns their number."""
 
     def settle(self) -> None:
         """Wait until the states are written."""
@@ -283,7 +283,7 @@ class Speculations:
     """Updates before the verdict: when one may start, and whether its weights are kept ([Note: speculation]).
 
     Args:
-        unclipped: the factor on the gradients of the step under way, unless they are clipped.
+        unclipped: the factor on the gradients of the current step, unless they are clipped.
     """
 
     def __init__(self, lower: HostTiers, unclipped: Callable[[], float], speculation_counts: SpeculationCounts) -> None:
@@ -294,11 +294,11 @@ class Speculations:
 
     @property
     def likely_factor(self) -> float:
-        """The factor of speculations: not clipped, and for as many tokens as the last step counted."""
+        """The factor of speculations: unclipped, with the token count of the last step."""
         return self._unclipped()
 
     def decide(self, factor: float | None) -> None:
-        """The verdict: the factor on the gradients of the step under way; None for no update."""
+        """Record the verdict: the factor on the gradients of the current step; None for no update."""
         self._wrong.append(factor != self.likely_factor)
 
     @property
@@ -316,7 +316,7 @@ class Speculations:
         return fits
 
     def take_over(self, write_states: Callable[[], None]) -> None:
-        """The weights were right; `write_states` is to be called after all weights of the step."""
+        """Count right weights; `write_states` is called after all weights of the step."""
         self._speculation_counts.taken += 1
         self._later.append(write_states)
 
@@ -337,17 +337,17 @@ class HostUpdates(LateUpdates):
     """The updates below the device.
 
     Args:
-        unclipped: the factor on the gradients of the step under way, unless they are clipped.
-        units: how many there are; the last is the root.
+        unclipped: the factor on the gradients of the current step, unless they are clipped.
+        units: number of units; the last is the root.
         gathers: whether all units are gathered for use, which waits for their updates.
 
     Attributes:
         link: to the host.
-        host: the memory in which they run.
-        staging: of it, where new weights wait for their way to the device.
+        host: memory of the updates.
+        staging: memory of new weights on their way to the device.
         arena: scratch on the device.
-        speculations: of its updates before the verdict.
-        in_place: whether parameters are offloaded too, so that updates write the weights in their place.
+        speculations: of updates before the verdict.
+        in_place: whether parameters are offloaded too, so that updates write the weights directly.
     """
 
     def __init__(
@@ -368,11 +368,11 @@ class HostUpdates(LateUpdates):
         self._adams: list[Speculates] = []
 
     def join(self, updater: Speculates) -> None:
-        """Register an updater whose updates may run before the verdict."""
+        """Register an updater with speculative updates."""
         self._adams.append(updater)
 
     def spans_installed(self) -> None:
-        """The optimizer has its spans."""
+        """Prepare for the optimizer's spans, which are complete."""
         for updater in self._adams:
             updater.spans_installed()
 
@@ -381,7 +381,7 @@ class HostUpdates(LateUpdates):
         self._queued.append((self._turn(unit), start))
 
     def start(self, factor: float, step: int) -> None:
-        """Start the updates of a step, with gradients times `factor`, after `step` steps before."""
+        """Start the updates of a step, with gradients times `factor`, after `step` earlier steps."""
         self._commit()
         self.speculations.decide(factor)
         late = self._policy.delayed_update and step >= self._policy.delayed_warmup
@@ -403,7 +403,7 @@ class HostUpdates(LateUpdates):
         self._finish_seen()
 
     def forget(self) -> None:
-        """Drop updates that ran before the verdict and were not taken over."""
+        """Drop updates that ran before the verdict and were not kept."""
         for updater in self._adams:
             self.speculation_counts.undone += updater.forget()
 
@@ -416,11 +416,11 @@ class HostUpdates(LateUpdates):
             updater.settle()
 
     def finish(self) -> None:
-        """Wait for all new weights on the device, but for those of delayed updates."""
+        """Wait for all new weights on the device, except those of delayed updates."""
         self._settle(list(self._in_progress))
 
     def entering(self, root: int, trains: bool) -> None:
-        """A forward begins, which to train uses weights that may be one update old, and else the latest."""
+        """Begin a forward: to train it uses weights that may be one update old, else the latest."""
         if not trains:
             self._commit()
             self._finish_seen()
@@ -437,7 +437,7 @@ class HostUpdates(LateUpdates):
         return units if self._policy.optimizer and not self._gathers else ()
 
     def progress(self, update: HostUpdate) -> None:
-        """Start to copy new weights to where forwards read them."""
+        """Start to copy new weights to the memory that forwards read."""
         weights, link, task = update.weights, self.link, update.task
         after = [] if task is None else [task]
         own, source, label = weights.own, update.source, weights.flat.label
@@ -456,7 +456,7 @@ class HostUpdates(LateUpdates):
             self._seen.add(update.unit)
 
     def _turn(self, unit: int) -> int:
-        """The place of a unit in a forward, in which the root comes first."""
+        """The position of a unit in a forward, in which the root comes first."""
         return 0 if unit == self._root else unit + 1
 
     def _commit(self) -> None:
@@ -466,7 +466,7 @@ class HostUpdates(LateUpdates):
         self._late.clear()
 
     def _finish_seen(self) -> None:
-        """Wait for weights that the user sees without asking the parameters."""
+        """Wait for weights that the user can read without a watched parameter."""
         seen, self._seen = self._seen, set()
         for unit in seen:
             self.need(unit)

@@ -1,6 +1,6 @@
 """ZeRO data parallelism (Rajbhandari et al., 1910.02054): stages 0 to 3 as one mechanism.
 
-A stage only says which states a rank keeps (`residency`); gathering, freeing and reducing are the same code for all.
+A stage only selects the states that a rank keeps (`residency`); gathering, freeing and reducing are the same code.
 Read `residency`; `weights`; `gradients` and their states, `grad_attribute`, `reduce` (reductions and sums); the orders
 in which units are gathered (`gather_order`) and, in `step.backward`, reduced; `byte_formulas`.
 """

@@ -1,4 +1,4 @@
-"""The paper's formulas, written from the paper and not from the engine: what a rank must hold and send.
+"""The paper's formulas, independent of the engine: bytes that a rank must hold, and elements that it must send.
 
 Rajbhandari et al., 1910.02054: section 3.1 for the bytes, section 5 for the stages, section 7 for the volume.
 """
@@ -18,7 +18,7 @@ class StateBytes:
 
     @property
     def total(self) -> Fraction:
-        """All four together."""
+        """Sum of all four."""
         return self.parameters + self.gradients + self.master_weights + self.optimizer_states
 
     def __add__(self, other: "StateBytes") -> "StateBytes":

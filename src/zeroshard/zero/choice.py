@@ -1,4 +1,4 @@
-"""Answers of ZeRO to the planner, and the stages that it offers to a search."""
+"""ZeRO's answers to the planner, and the stages that it offers to a search."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -18,11 +18,11 @@ class Slicing(Choice):
 
     Attributes:
         zero: the stage.
-        groups: into which the ranks fall, each of which slices among itself.
+        groups: number of groups of ranks, each of which slices among itself.
         shard_group: ranks of such a group that slice among themselves; None for all of it.
         reduce_dtype: of gradients on the wire; None for their own.
         reduce_every: when they are reduced: "auto", "microbatch" or "step".
-        reduces_each: whether that is after every microbatch.
+        reduces_each: whether a reduction follows every microbatch.
     """
 
     zero: Literal[0, 1, 2, 3] = 0
@@ -42,7 +42,7 @@ class Slicing(Choice):
         return self.slices_of(ranks // self.groups)
 
     def slices_of(self, replicas: int) -> int:
-        """Of so many ranks with the same parameters, those that slice among themselves."""
+        """Ranks that slice among themselves, out of so many with the same parameters."""
         return self.shard_group or replicas
 
     def describe(self, ranks: int | None) -> Description:
@@ -77,13 +77,13 @@ class Slicing(Choice):
         return ranks if self.zero else 1
 
     def passes(self, microbatches: int) -> tuple[int, int]:
-        """How often a step reduces all gradients, and gathers all parameters (section 7)."""
+        """Number of reductions of all gradients in a step, and of gathers of all parameters (section 7)."""
         reductions = microbatches if self.zero >= 2 and self.reduces_each else 1
         return reductions, 2 * microbatches if self.zero == 3 else 1
 
 
 def offers(site: Site) -> Iterator[Offer | Refused]:
-    """Every stage; where there are several nodes, also with slices that stay within each."""
+    """Every stage; on several nodes, also with slices within each node."""
     nodes, ranks = -(-site.ranks // site.per_node), site.ranks
     for zero in (0, 1, 2, 3) if ranks > 1 else (0,):
         groups: list[int | None] = [None]

@@ -31,11 +31,11 @@ from zeroshard.units import Unit
 
 AT_ONCE = 3  # units that are gathered at once: the root, the one that computes, and one more
 FRAME = 32  # bytes of an announcement
-CALLS = 64  # forwards of a unit that are remembered for their backwards
+CALLS = 64  # forwards of a unit whose first nodes are stored for their backwards
 
 
 class Announce(NamedTuple):
-    """The next thing that a rank does, on which all ranks agree.
+    """The next action of a rank, on which all ranks agree.
 
     Attributes:
         action: "begin" or "end" of a pass, or "unit" for the gather of an unplanned unit.
@@ -85,7 +85,7 @@ class Pass:
     """One pass under way.
 
     Attributes:
-        place: how far a backward has come in its graph; None in forwards.
+        place: position of a backward in its graph; None in forwards.
         cursor: entries of the order that are done.
         started: entries whose gather was started.
         used: units that this rank used.
@@ -137,7 +137,7 @@ class ByPass(Gatherer):
         """Begin a pass; all ranks must begin the same one.
 
         Raises:
-            CommError: another rank begins another kind of pass, or is at another one.
+            CommError: another rank begins another kind of pass, or has begun another number of passes.
         """
         if self._pins:  # all units are gathered, on every rank: nothing to agree on
             self._passes.append(Pass(kind, GatherOrder([], settled=True)))
@@ -175,12 +175,12 @@ class ByPass(Gatherer):
             walk.order.settled = True
 
     def abandon(self) -> None:
-        """Leave all passes after an error, and free all units."""
+        """End all passes after an error, and free all units."""
         self._passes.clear()
         self.free_all()
 
     def need(self, number: int, enters: bool = False) -> None:
-        """Gather unit `number`; start to gather the next one, once the units behind are free."""
+        """Gather unit `number`; start to gather the next one, once the units that are done are free."""
         shards = self._shards[number]
         self._computed_again.pop(number, None)
         present = all(shard.residence is Residence.GATHERED for shard in shards)
@@ -210,7 +210,7 @@ class ByPass(Gatherer):
             shard.finish_gather()
 
     def done(self, number: int | None = None, computed_again: bool = False) -> None:
-        """Free unit `number`, unless its next gather is under way; by default the units behind a backward."""
+        """Free unit `number`, unless its next gather is in flight; by default the units that a backward has passed."""
         if computed_again and number is not None:
             self._computed_again[number] = None
             return
@@ -283,7 +283,7 @@ class ByPass(Gatherer):
         return with_gathers(actions)
 
     def gather(self, numbers: Sequence[int], trains: bool = True) -> None:
-        """From here on, units are gathered as modules use them."""
+        """Nothing: units are gathered as modules use them."""
 
     def free(self, numbers: Sequence[int]) -> None:
         """Free all units."""
@@ -295,7 +295,7 @@ class ByPass(Gatherer):
         self.free_all()
 
     def _use(self, number: int) -> None:
-        """Count a unit as in use, in a backward with the first node of the call whose backward runs."""
+        """Count a unit as in use; in a backward, record the first node of the call whose backward runs."""
         walk, first = self._passes[-1] if self._passes else None, 0
         if walk is not None and number != len(self._units) - 1:
             calls = self._calls[number]
@@ -321,7 +321,7 @@ class ByPass(Gatherer):
             walk.cursor += 1
 
     def _drop_after_arrival(self, number: int) -> None:
-        """Finish a gather of a unit that this rank does not use, and free the unit, unless an earlier use goes on."""
+        """Finish the gather of a unit that this rank does not use, and free the unit, unless an earlier use goes on."""
         for shard in self._shards[number]:
             if shard.residence is Residence.GATHERING:
                 shard.finish_gather()
@@ -342,7 +342,7 @@ class ByPass(Gatherer):
             shard.start_gather(Purpose.GATHER_PARAMETERS if trains else Purpose.GATHER_TO_EVALUATE)
 
     def _agree_on_next(self, mine: Announce) -> bool:
-        """Agree with the other ranks on what comes next, after the unplanned units that some of them announce.
+        """Agree with the other ranks on the next action, after the gathers of unplanned units that some ranks announce.
 
         Returns:
             whether all ranks announced the same.
@@ -381,9 +381,9 @@ class ByPass(Gatherer):
                 shard.free()
 
     def _plan(self, wanted: Announce) -> None:
-        """Put a unit that one rank needed alone on the lists of later passes.
+        """Add a unit that one rank needed alone to the lists of later passes.
 
-        The backward of a forward has it in the reverse order besides, whatever its list is.
+        The backward of a forward gets it in reverse order too, whatever its list.
         """
         if wanted.kind is not None:
             self._to_plan.setdefault(wanted.kind, []).append(wanted.number)
@@ -393,7 +393,7 @@ class ByPass(Gatherer):
 
 
 def merge(records: Sequence[Sequence[int]]) -> list[int]:
-    """A list that holds every record in its order, the shortest for two (pairwise, in rank order: deterministic)."""
+    """A list that contains every record in its order, the shortest for two (pairwise, in rank order: deterministic)."""
     merged: list[int] = []
     for record in records:
         merged = _supersequence(merged, list(record))
@@ -443,7 +443,7 @@ def first_node() -> int:
 
 
 class PlaceInGraph:
-    """The place of one backward in its graph; made when it begins."""
+    """The position of one backward in its graph; made when it begins."""
 
     def __init__(self) -> None:
         self._task = torch._C._current_graph_task_id()
@@ -451,7 +451,7 @@ class PlaceInGraph:
 
     @property
     def node(self) -> int:
-        """The number of the node that runs; inside of a re-entrant backward, of the last seen of the one around it."""
+        """The number of the node that runs; inside of a re-entrant backward, the last seen in the one around it."""
         if torch._C._current_graph_task_id() == self._task:
             node = torch._C._current_autograd_node()
             if node is not None:

@@ -30,13 +30,13 @@ class ShownGradients:
     """The `.grad` of the parameters of one flat.
 
     Args:
-        first_small: the number from which on autograd adds gradients up itself ([Note: small parameters]).
+        first_small: the number from which on autograd accumulates gradients itself ([Note: small parameters]).
 
     Attributes:
-        opened: whether it adds up all of them, in a buffer that `open` was given.
-        fresh: parameters whose gradients it added up since the last `collect`.
-        earlier: how many of these came before the backward under way.
-        empty: numbers of parameters that came without a gradient to an opened buffer, where that cannot be seen.
+        opened: whether autograd accumulates all gradients, in the buffer given to `open`.
+        fresh: parameters whose gradients autograd accumulated since the last `collect`.
+        earlier: how many of these came before the current backward.
+        empty: numbers of parameters without a gradient in an opened buffer, where that cannot be seen.
     """
 
     def __init__(self, flat: Flat, first_small: int) -> None:
@@ -52,7 +52,7 @@ class ShownGradients:
         self._zeroed: set[str] = set()  # names of parameters whose gradients the user has zeroed
 
     def open(self, parameters: Sequence[nn.Parameter], buffer: Tensor) -> None:
-        """Let autograd add the gradients of these parameters, stand-ins of the flat's, in `buffer`."""
+        """Make autograd accumulate the gradients of these parameters, which replace the flat's, in `buffer`."""
         self.opened = True
         self._views = [self._flat.view(buffer, number) for number in range(len(parameters))]
         for number, (parameter, view) in enumerate(zip(parameters, self._views, strict=True)):
@@ -62,9 +62,9 @@ class ShownGradients:
             parameter.register_hook(partial(_note_empty, self.empty, number))
 
     def listen(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Show the gradients of these parameters, stand-ins of the flat's.
+        """Set the placeholders of these parameters, which replace the flat's.
 
-        Autograd adds those of the small ones up by itself from now on ([Note: small parameters]).
+        From now on autograd accumulates the gradients of the small ones itself ([Note: small parameters]).
         """
         self._held = []
         for number, (parameter, entry) in enumerate(zip(parameters, self._flat.index.entries, strict=True)):
@@ -86,7 +86,7 @@ class ShownGradients:
         return held
 
     def collect(self) -> tuple[list[int], Collection[int], dict[int, Tensor]]:
-        """Collect the gradients that autograd has added up itself since the last call.
+        """Collect the gradients that autograd has accumulated itself since the last call.
 
         Returns:
             the numbers of the parameters that came, in order; those of them with a gradient; and the gradients by
@@ -126,12 +126,12 @@ class ShownGradients:
         return filled.keys()
 
     def begin(self) -> None:
-        """A backward begins; zeroed placeholders are forgotten, `take_back` has handled them."""
+        """Begin a backward; zeroed placeholders are reset, since `take_back` has handled them."""
         self._zeroed.clear()
         self.earlier = len(self.fresh)
 
     def hide(self, parameter: Tensor, number: int) -> None:
-        """Put the placeholder into `p.grad` of the big parameter `number`, whose gradient is in the buffer."""
+        """Set `p.grad` of the big parameter `number`, whose gradient is in the buffer, to the placeholder."""
         self._show(parameter, number, self._held[number])
 
     def _show(self, parameter: Tensor, number: int, gradient: Tensor | None) -> None:
@@ -147,12 +147,12 @@ class ShownGradients:
                     parameter.grad = None
 
     def forget(self) -> None:
-        """Drop the gradients that autograd added up and that were not collected."""
+        """Drop gradients that autograd accumulated and that were not collected."""
         self.fresh.clear()
         self.empty.clear()
 
     def refuse_late(self) -> None:
-        """Refuse an addition of autograd to gradients that are on their way to other ranks.
+        """Refuse a gradient that autograd adds to gradients in flight to other ranks.
 
         Raises:
             PlanError: with the name of a parameter.
@@ -171,7 +171,7 @@ class ShownGradients:
         """The gradients that the user discarded since they came, and those zeroed (all of them with `everything`).
 
         Raises:
-            PlanError: `p.grad` is a tensor that the user has put there.
+            PlanError: `p.grad` is a tensor that the user has set.
         """
         gone: list[int] = []
         zeroed: list[int] = []

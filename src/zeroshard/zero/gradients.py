@@ -46,7 +46,7 @@ LAYOUT = attrgetter("layout")
 
 
 class GradientState(IntEnum):
-    """The state of one parameter's gradient; the table above says what changes it."""
+    """The state of one parameter's gradient, by the table above."""
 
     EMPTY = 0
     LENT = 1
@@ -63,7 +63,7 @@ SENT = bytes(REDUCING if state == ARRIVED else state for state in range(256))
 
 @dataclass(frozen=True, slots=True)
 class Accumulation:
-    """How gradients of several backwards add up.
+    """Settings of the accumulation of gradients over several backwards.
 
     Attributes:
         wire_dtype: dtype on the wire; None for that of the gradients themselves, which loses nothing.
@@ -83,11 +83,11 @@ class GradientBuffer:
     `autograd.gradient_slot`).
 
     Args:
-        kept: hold it for good; else it comes from the arena with the first gradient and goes back when it was reduced.
+        kept: hold it permanently; else it comes from the arena with the first gradient and returns after the reduction.
 
     Attributes:
         dtype: of the gradients in it.
-        tensor: the buffer [N*S]; None while there is none.
+        tensor: the buffer [N*S]; None without one.
     """
 
     def __init__(self, flat: Flat, comm: Comm, ledger: Ledger, arena: Arena, dtype: torch.dtype, kept: bool) -> None:
@@ -112,7 +112,7 @@ class GradientBuffer:
             self.tensor = None
 
     def widen(self) -> None:
-        """Convert the buffer to fp32, values included, and stay there."""
+        """Convert the buffer to fp32 for good, values included."""
         old, self.dtype = self.tensor, torch.float32
         if old is None:
             return
@@ -126,12 +126,12 @@ class GradientBuffer:
         self.tensor.copy_(old)
 
     def planned(self) -> Iterator[Planned]:
-        """Bytes of whole gradients, where they are kept, in the dtype of the start."""
+        """Bytes of whole gradients, where the buffer is kept, in its first dtype."""
         if self.kept:
             yield self._planned
 
     def begin(self) -> None:
-        """A backward begins; slots that an interrupted one had borrowed are free again."""
+        """Begin a backward; slots that an interrupted backward had borrowed are free again."""
         self._lent.clear()
         self._rows.clear()
 
@@ -147,14 +147,14 @@ class GradientBuffer:
         return number in self._lent
 
     def leave(self, number: int, rows: RowGradient) -> bool:
-        """Add rows to the gradient that this backward makes in a slot, once it has come; False where it makes none."""
+        """Add rows later to the gradient that this backward makes in a slot; False where it makes none."""
         if self._lent.get(number) != torch._C._current_graph_task_id():
             return False
         self._rows.setdefault(number, []).append(rows)
         return True
 
     def store(self, view: torch.Tensor, number: int, gradient: torch.Tensor, adds: bool) -> None:
-        """Copy a gradient to its slot, or add it to the earlier one there.
+        """Copy a gradient to its slot, or add it to the earlier gradient there.
 
         Args:
             view: the slot.
@@ -172,7 +172,7 @@ class GradientBuffer:
             rows.add_to(view)
 
     def refuse_lent(self) -> None:
-        """Refuse to reduce while a backward around this one is still making a gradient.
+        """Refuse to reduce while an enclosing backward is still making a gradient.
 
         Raises:
             PlanError: with the name of a parameter.
@@ -196,16 +196,16 @@ class BufferedGradients:
 
     Args:
         interval: first and one past the last element of the slice that this rank owns.
-        opens: let autograd add up all gradients in the buffer, which is kept, of their dtype, and reduced when all
-            came; nothing else is called then but `collect` before a reduction.
-        batches: let it add up those of small parameters ([Note: small parameters]).
+        opens: autograd accumulates all gradients in the buffer, which is kept, of their dtype, and reduced once all are
+            in; then only `collect` is called before a reduction.
+        batches: autograd accumulates the gradients of small parameters ([Note: small parameters]).
 
     Attributes:
-        reduction: how they get to the rank that owns the slice.
-        shown: what `p.grad` of its parameters is.
-        buffer: where gradients arrive.
-        first_small: the number from which on autograd adds gradients up itself ([Note: small parameters]).
-        arrived: per parameter, whether its gradient, or None, came in the backward under way, as far as collected.
+        reduction: brings them to the rank that owns the slice.
+        shown: the `p.grad` of its parameters.
+        buffer: receives the gradients.
+        first_small: the number from which on autograd accumulates gradients itself ([Note: small parameters]).
+        arrived: per parameter, whether the current backward reached it, even without a gradient, as far as collected.
     """
 
     def __init__(
@@ -242,14 +242,14 @@ class BufferedGradients:
 
     @property
     def holds(self) -> bool:
-        """Whether any gradient came to the buffer since the last reduction."""
+        """Whether any gradient arrived in the buffer since the last reduction."""
         return ARRIVED in self._states or self._holds_others
 
     def listen(self, parameters: Sequence[torch.nn.Parameter]) -> int:
-        """Show the gradients of these parameters, stand-ins of the flat's.
+        """Receive the gradients of these parameters, which replace the flat's.
 
         Returns:
-            how many of them are to be handed over singly, with `receive`; autograd adds up those of the others.
+            the number of those that need a call of `receive` each; autograd accumulates the gradients of the others.
         """
         if not self._opens:
             self.shown.listen(parameters)
@@ -261,7 +261,7 @@ class BufferedGradients:
         return self.first_small
 
     def collect(self) -> None:
-        """Copy the gradients that autograd has added up itself since the last call to the buffer."""
+        """Copy the gradients that autograd has accumulated itself since the last call to the buffer."""
         if not self.shown.fresh:
             return
         earlier = self.shown.earlier
@@ -278,13 +278,13 @@ class BufferedGradients:
             self.arrived[number] = 1
 
     def take_back(self, everything: bool = False) -> list[int]:
-        """Discard the gradients that the user has taken away or zeroed; with `everything`, zero all.
+        """Discard the gradients that the user has set to None or zeroed; with `everything`, zero all.
 
         Returns:
             the numbers of their parameters.
 
         Raises:
-            PlanError: `p.grad` is a tensor that the user has put there.
+            PlanError: `p.grad` is a tensor that the user has set.
         """
         self.collect()
         gone, zeroed = self.shown.discarded(self.written_in_step, everything)
@@ -296,10 +296,10 @@ class BufferedGradients:
         return found
 
     def receive(self, number: int, gradient: torch.Tensor | None) -> None:
-        """Copy the gradient of parameter `number` to its slot, or add it to the earlier one there.
+        """Copy the gradient of parameter `number` to its slot, or add it to the earlier gradient there.
 
         Args:
-            gradient: None where autograd has come to the parameter without any, which leaves it unwritten.
+            gradient: None where autograd reached the parameter without a gradient, which leaves it unwritten.
 
         Raises:
             PlanError: a sparse gradient.
@@ -317,7 +317,7 @@ class BufferedGradients:
         self._states[number] = ARRIVED
 
     def lend(self, number: int) -> Lent | None:
-        """The slot of parameter `number`, for a function that makes its gradient there; None where it is not free."""
+        """The slot of parameter `number`, for a function that makes its gradient there; None where it is in use."""
         if not self.buffer.lend(number):
             return None
         return Lent(self.flat.view(self._writable(), number), self._adds(number))
@@ -332,9 +332,9 @@ class BufferedGradients:
 
     @property
     def layout(self) -> tuple[bool, bool]:
-        """Whether 16-bit gradients have come to be summed in fp32: over reductions, and on this rank before one.
+        """Whether 16-bit gradients were widened to fp32: in the sum over reductions, and in this rank's buffer.
 
-        Where the plan has them so from the start, nothing has come.
+        False where the plan has them in fp32 from the start.
         """
         if self.flat.dtype.itemsize >= 4:
             return False, False
@@ -343,7 +343,7 @@ class BufferedGradients:
 
     @layout.setter
     def layout(self, wide: tuple[bool, bool]) -> None:
-        """Use the buffers of an earlier run, so that sums round alike."""
+        """Restore the dtypes of the buffers from an earlier run, so that sums round alike."""
         wide_sum, wide_buffer = wide
         if wide_buffer and self.buffer.dtype.itemsize < 4:
             self.buffer.widen()
@@ -401,7 +401,7 @@ class BufferedGradients:
         yield from self._sum.wire(work)
 
     def _take(self, found: Mapping[int, torch.Tensor]) -> None:
-        """Copy gradients of small parameters to their slots, or add them to the earlier ones there."""
+        """Copy gradients of small parameters to their slots, or add them to the earlier gradients there."""
         buffer, index, numbers = self._writable(), self.flat.index, range(self.first_small, len(self._states))
         earlier = len(numbers) if self._holds_others else self._states.count(ARRIVED, self.first_small)
         if torch.is_grad_enabled() or set(map(LAYOUT, found.values())) != {torch.strided}:
@@ -438,7 +438,7 @@ class BufferedGradients:
 
     @property
     def _holds_others(self) -> bool:
-        """Whether the buffer, which is the sum, holds gradients of replicas, of all parameters."""
+        """Whether the buffer, which is the sum, holds replicas' gradients of all parameters."""
         return not self.reduction.needed and self._sum.adds
 
     def _adds(self, number: int) -> bool:

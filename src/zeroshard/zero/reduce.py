@@ -23,7 +23,7 @@ class BufferSum:
     """The sum of a single rank: the gradient buffer itself.
 
     Attributes:
-        adds: whether a mean has come since the last `consume`, to which the next is added.
+        adds: whether a mean was added since the last `consume`.
     """
 
     def __init__(self, buffer: GradientBuffer) -> None:
@@ -50,17 +50,17 @@ class BufferSum:
         return self.total
 
     def put(self, mean: torch.Tensor) -> None:
-        """A mean was written into the slot."""
+        """Note that a mean was written into the slot."""
         self.adds = True
 
     def make_way(self) -> None:
-        """The gradient buffer is about to be written; autograd adds to the sum in place."""
+        """Nothing: autograd adds to the sum in place."""
 
     def widen(self, empty: bool = False) -> None:
-        """The gradient buffer is widened by itself."""
+        """Nothing: the gradient buffer is widened itself."""
 
     def release(self) -> None:
-        """Nothing is under way."""
+        """Nothing is in flight."""
 
     def settle(self) -> torch.Tensor:
         """The sum [S] since the last `consume`."""
@@ -71,22 +71,22 @@ class BufferSum:
         return norm_of(self.settle())
 
     def clear(self, low: int, high: int) -> None:
-        """Zero elements [low, high) of the slice; those in the gradient buffer are zero by now."""
+        """Nothing: elements [low, high) in the gradient buffer are zero already."""
 
     def changed(self, filled: bool = False) -> None:
-        """The sum was changed in place; with `filled`, it holds gradients of other ranks."""
+        """Note a change of the sum in place; with `filled`, it holds gradients of other ranks."""
         self.adds = self.adds or filled
 
     def consume(self) -> None:
-        """The next mean begins a new sum."""
+        """Begin a new sum with the next mean."""
         self.adds = False
 
     def planned(self) -> Iterator[Planned]:
-        """No bytes beside the gradient buffer."""
+        """None besides the gradient buffer."""
         yield from ()
 
     def wire(self, work: Work) -> Wire:
-        """It stays on the device."""
+        """None: it stays on the device."""
         yield from ()
 
 
@@ -94,7 +94,7 @@ class DeviceSum(BufferSum):
     """The sum in this rank's slice of the gradient buffer, or in a buffer of its own.
 
     Args:
-        dtype: of a buffer of its own from the start; None for a place in the gradient buffer, as long as it can be.
+        dtype: of a buffer of its own from the start; None to use the gradient buffer for as long as possible.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class DeviceSum(BufferSum):
 
     @property
     def total(self) -> torch.Tensor:
-        """The sum [S]; it may lie in the gradient buffer, whose other slices then hold nothing."""
+        """The sum [S]; it may lie in the gradient buffer, whose other slices are unused then."""
         if self._own is not None:
             return self._own
         start, stop = self._interval
@@ -126,7 +126,7 @@ class DeviceSum(BufferSum):
         return self._own is not None and self._own.itemsize >= 4
 
     def make_way(self) -> None:
-        """The gradient buffer is about to be written: a sum that lies in it moves out."""
+        """Prepare for a write into the gradient buffer: a sum that lies in it moves out."""
         if self.adds and self._own is None:
             self._separate()
 
@@ -141,7 +141,7 @@ class DeviceSum(BufferSum):
         """Sum in fp32 or wider from now on.
 
         Args:
-            empty: also while it holds nothing and lies in the gradient buffer, unless that is as wide.
+            empty: also while it is empty and lies in the gradient buffer, unless that is as wide.
         """
         empty = empty and self._buffer.dtype.itemsize < 4
         narrow = self.adds or empty if self._own is None else self._own.itemsize < 4
@@ -187,7 +187,7 @@ class OwnSlice:
     Attributes:
         needed: whether gradients are reduced before the update.
         local: whether no other rank takes part, so that a rank without gradients need not start it.
-        lasts: whether `used` frees no memory of the tensor that `whole` returned.
+        lasts: whether the tensor of `whole` stays valid after `used`.
     """
 
     needed, local, lasts = False, True, True
@@ -198,20 +198,20 @@ class OwnSlice:
         return False
 
     def start(self) -> None:
-        """Single rank: nothing to reduce."""
+        """Nothing: a single rank has nothing to reduce."""
 
     def finish(self, seconds: float | None = None) -> bool:
-        """Nothing is under way."""
+        """True: nothing is in flight."""
         return True
 
     def release(self) -> None:
-        """Single rank: no other rank reads the buffer."""
+        """Nothing: no other rank reads the buffer."""
 
     def meet(self) -> None:
-        """No other rank waits."""
+        """Nothing: no other rank waits."""
 
     def start_whole(self) -> None:
-        """Start to gather what `whole` returns: nothing to gather."""
+        """Nothing to gather."""
 
     def whole(self, total: torch.Tensor) -> torch.Tensor:
         """The gradient over the elements that this rank updates: its sum [S]."""
@@ -222,10 +222,10 @@ class OwnSlice:
         return [self.whole(total)]
 
     def used(self) -> None:
-        """The update has read the tensors of `whole` or `pieces`."""
+        """Nothing: no memory is freed."""
 
     def reserve(self, total: torch.Tensor) -> None:
-        """The sum takes no scratch."""
+        """Nothing: the sum needs no scratch."""
 
     def wire(self, work: Work) -> Wire:
         """Nothing is sent."""
@@ -233,7 +233,7 @@ class OwnSlice:
 
 
 class Direct(OwnSlice):
-    """One rank that has the slice alone, and whose sum is not the gradient buffer.
+    """The reduction of a rank that holds the slice alone, with a sum outside of the gradient buffer.
 
     Args:
         divisor: data ranks behind the loss, where they are more than the ranks that hold the slice.
@@ -254,7 +254,7 @@ class Direct(OwnSlice):
         self._leaving = True
 
     def release(self) -> None:
-        """Wait until the gradients are added."""
+        """Wait until the gradients are in the sum."""
         if self._leaving:
             self._leaving = False
             self._sum.release()
@@ -262,7 +262,7 @@ class Direct(OwnSlice):
 
 
 class Scatter(OwnSlice):
-    """Every slice goes to the rank that owns it, which adds the ranks' copies in rank order (1910.02054, section 5).
+    """Sends each slice to its owner, which adds the ranks' copies in rank order (1910.02054, section 5).
 
     Args:
         wire_dtype: dtype on the wire; None for that of the gradients.
@@ -292,7 +292,7 @@ class Scatter(OwnSlice):
         return self._exchange is not None
 
     def start(self) -> None:
-        """Start to send; a rank without gradients sends zeros, since the others wait for them."""
+        """Start to send; a rank without gradients sends zeros, for which the others wait."""
         wire, index, arena, label = self._buffer.ready(), self._flat.index, self._arena, self._flat.label
         if self._wire_dtype is not None and self._wire_dtype != wire.dtype:
             buffer, wire = wire, arena.take(index.padded_numel, self._wire_dtype, f"wire {label}")
@@ -337,7 +337,7 @@ class Scatter(OwnSlice):
         return True
 
     def _finish_earlier(self, seconds: float | None) -> bool:
-        """Finish in the order of starts on all ranks, since the order of gradients may depend on a rank's data."""
+        """Finish reductions in the order of starts on all ranks: the order of gradients may depend on a rank's data."""
         shared = self._comm.shared
         while shared is not None and shared.under_way[0][0] is not self._exchange:
             exchange, earlier = shared.under_way[0]
@@ -373,7 +373,7 @@ class Scatter(OwnSlice):
 
 
 class AllReduce(Scatter):
-    """Every rank updates everything (stage 0), so the slices of the mean are gathered for the update."""
+    """Stage 0: every rank updates all elements, so the slices of the mean are gathered for the update."""
 
     _wide: torch.Tensor | None = None
     _gather: Pending | None = None
@@ -386,7 +386,7 @@ class AllReduce(Scatter):
             self._start_gather(self._buffer.ready(), total)
 
     def whole(self, total: torch.Tensor) -> torch.Tensor:
-        """The gradient over the elements that this rank updates: everything [N*S], gathered."""
+        """The gradient over the elements that this rank updates: all [N*S], gathered."""
         whole = self._buffer.ready()
         if self._gather is None and total.dtype != whole.dtype:
             whole = self._wide = self._take_wide(total)
@@ -398,13 +398,13 @@ class AllReduce(Scatter):
         return whole
 
     def pieces(self, total: torch.Tensor) -> list[torch.Tensor]:
-        """As `whole`, where each rank's slice is."""
+        """As `whole`, each slice in its rank's memory."""
         if self._comm.shared is None or total.dtype != self._buffer.dtype:
             return [self.whole(total)]
         return self._arrived(self._buffer.ready(), total)
 
     def used(self) -> None:
-        """The update has read the tensors of `whole` or `pieces`."""
+        """Note that the update has read the tensors of `whole` or `pieces`."""
         if self._shown is not None:
             self._shown.done()
         if self._wide is not None:
@@ -412,17 +412,17 @@ class AllReduce(Scatter):
             self._wide, self.lasts = None, True
 
     def release(self) -> None:
-        """As that of `Scatter`; the others have read this rank's slice of the mean, too."""
+        """Free the buffers once the other ranks have read the gradients and this rank's slice of the mean."""
         super().release()
         self._release_shown()
 
     def reserve(self, total: torch.Tensor) -> None:
-        """Make the arena hold the scratch for slices of a dtype that the gradient buffer cannot hold."""
+        """Reserve the scratch for slices of a dtype that the gradient buffer cannot hold."""
         if total.dtype != self._buffer.dtype:
             self._arena.give(self._take_wide(total))
 
     def wire(self, work: Work) -> Wire:
-        """With the gather for the update it is an all-reduce."""
+        """The reduction, and the gather for the update: an all-reduce."""
         yield from super().wire(work)
         yield Purpose.GATHER_GRADIENTS, self._flat.index.numel * work.updates
 
@@ -444,7 +444,7 @@ class AllReduce(Scatter):
         return [whole[slice(*index.interval(rank))] for rank in range(self._comm.mesh.ranks)]
 
     def _arrived(self, whole: torch.Tensor, total: torch.Tensor) -> list[torch.Tensor]:
-        """Each rank's slice, by rank, once they are there: in `whole`, or in shared memory where the others are."""
+        """Each rank's slice, by rank, once all are complete: in `whole`, or in the shared memory of the other ranks."""
         if self._gather is None:
             self._start_gather(whole, total)
         assert self._gather is not None
@@ -457,7 +457,7 @@ class AllReduce(Scatter):
         return [p if rank == self._comm.mesh.rank else shown.of(rank, p.numel(), p.dtype) for rank, p in ranks]
 
     def _release_shown(self) -> None:
-        """Wait until the others have read this rank's slice, which may be written again after it."""
+        """Wait until the other ranks have read this rank's slice, which may be written again then."""
         if self._shown is not None:
             self._shown.done()
             self._shown.wait_until_read()

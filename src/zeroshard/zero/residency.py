@@ -1,11 +1,11 @@
-"""Which states each rank keeps: the whole difference between the stages of ZeRO."""
+"""The states that each rank keeps: the whole difference between the stages of ZeRO."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Residency:
-    """A rank's part of each flat buffer: everything, or only its slice (1910.02054, section 5).
+    """A rank's part of each flat buffer: all of it, or only its slice (1910.02054, section 5).
 
     Attributes:
         slice_states: master weights and optimizer states in slices (stage 1 and up); the rank updates only its slice.

@@ -1,4 +1,4 @@
-"""Parameters of one flat beside those that every rank keeps whole (`parts.weights.Weights`).
+"""Parameters of one flat that ranks share, slice, or gather late; whole ones are `parts.weights.Weights`.
 
 `Mapped` parameters lie in memory that all ranks of a machine share. `Sliced` ones (stage 3) are gathered for use, here
 by actions of a pipeline (`ByChunk`). Updated slices of `Arriving` ones come beside the next forward (stages 1 and 2).
@@ -23,9 +23,9 @@ from zeroshard.units import Flat, Unit
 
 
 class Mapped(Weights):
-    """Parameters in memory that all ranks of a machine map, once for all of them.
+    """Parameters in memory that all ranks of a machine map.
 
-    Each rank updates its own slice, and enters that in its ledger.
+    Each rank updates its own slice, and records it in its ledger.
     """
 
     copied, lost = False, "all ranks share it"
@@ -40,7 +40,7 @@ class Mapped(Weights):
         self.own = self._part(self.full)
 
     def load(self, values: torch.Tensor) -> None:
-        """Set this rank's slice from `values` [N*S], of any dtype, and let the user's parameters view the whole."""
+        """Set this rank's slice from `values` [N*S], of any dtype, and point the user's parameters at the whole."""
         self.own.copy_(self._part(values))
         self.flat.attach()
 
@@ -55,18 +55,18 @@ class Mapped(Weights):
         yield on_device(index, Category.PARAMETERS, self.flat.dtype.itemsize, self.rank)
 
     def wire(self, work: Work) -> Wire:
-        """Updates in shared memory send nothing."""
+        """None: updates in shared memory send nothing."""
         yield Purpose.GATHER_PARAMETERS, 0
 
     def begin_edit(self) -> None:
-        """Let the parameters view a private copy, so that N ranks do not write the shared memory N times."""
+        """Point the parameters at a private copy, so that N ranks do not write the shared memory N times."""
         self._ledger.take(Category.BUFFERS, self._nbytes, f"edit {self.flat.label}")
         self._edited = self.full.clone()
         self.flat.bind(self._edited)
         self.flat.attach()
 
     def end_edit(self, keep: bool = True) -> None:
-        """Let the parameters view the shared memory again, and with `keep` copy this rank's slice into it."""
+        """Point the parameters at the shared memory again; with `keep`, copy this rank's slice into it."""
         if self._edited is not None:
             if keep:
                 self.own.copy_(self._part(self._edited))
@@ -77,7 +77,7 @@ class Mapped(Weights):
 
 
 class Keeper(Protocol):
-    """Where a slice is kept between uses.
+    """Storage of a slice between uses.
 
     Attributes:
         brings: the purposes under which the slice is moved for each use; empty if it is not moved.
@@ -86,7 +86,7 @@ class Keeper(Protocol):
     brings: tuple[Purpose, ...]
 
     def slab(self, numel: int, dtype: torch.dtype, label: str, padding: int) -> torch.Tensor:
-        """Memory for a slice [numel], whose last `padding` elements hold nothing."""
+        """Memory for a slice [numel], whose last `padding` elements are padding."""
 
     def bring(self, weights: "Sliced", into: torch.Tensor, purpose: Purpose) -> tuple[torch.Tensor, Task | None]:
         """Start to copy the slice to the device; returns its memory [S] there, and the task to wait for.
@@ -112,11 +112,11 @@ class OnDevice:
         self._device, self._ledger = device, ledger
 
     def slab(self, numel: int, dtype: torch.dtype, label: str, padding: int) -> torch.Tensor:
-        """Memory for a slice [numel], whose last `padding` elements hold nothing."""
+        """Memory for a slice [numel], whose last `padding` elements are padding."""
         return self._ledger.empty(numel, dtype, self._device, Category.PARAMETERS, label, padding)
 
     def bring(self, weights: "Sliced", into: torch.Tensor, purpose: Purpose) -> tuple[torch.Tensor, Task | None]:
-        """The slice is on the device, once its update has ended."""
+        """The slice, which is on the device, once its update has ended."""
         if (update := weights.update.take()) is not None:
             update.wait()
         return weights.own, None
@@ -165,7 +165,7 @@ class Sliced(Weights):
             self.own.copy_(self._part(self.full))
 
     def start_gather(self, purpose: Purpose = Purpose.GATHER_PARAMETERS) -> None:
-        """Start to fetch the other ranks' slices."""
+        """Start to gather the other ranks' slices."""
         if self.residence is Residence.GATHERING:
             return
         if self.residence is Residence.SLICED:
@@ -182,7 +182,7 @@ class Sliced(Weights):
         self.residence = Residence.GATHERING
 
     def finish_gather(self) -> None:
-        """Wait for the slices and let the parameters view the whole buffer."""
+        """Wait for the slices, and point the parameters at the whole buffer."""
         if self._pending is not None:
             self._pending.wait()
             self._pending = None
@@ -190,7 +190,7 @@ class Sliced(Weights):
             self.flat.attach()
 
     def lend(self) -> None:
-        """Gather into a new storage next, which `free` leaves to views that still use it."""
+        """Use a new storage for the next gather; `free` leaves it to views that still use it."""
         self.free()
         self._lasting = self.full, self.flat.views
         self.full = torch.empty_like(self.full)
@@ -210,14 +210,14 @@ class Sliced(Weights):
         self.residence = Residence.SLICED
 
     def published(self) -> None:
-        """Other ranks gather the slice when they need it."""
+        """Nothing: other ranks gather the slice when they need it."""
 
     def planned(self) -> Iterator[Planned]:
-        """A slice, wherever it is kept."""
+        """A slice, on the keeper's tier."""
         yield self._keeper.planned(self)
 
     def wire(self, work: Work) -> Wire:
-        """It is gathered for each forward and each backward (section 7.2.2), or for each run of them."""
+        """A gather for each forward and each backward (section 7.2.2), or for each run of them."""
         index, passes = self.flat.index, work.gathers
         yield Purpose.GATHER_PARAMETERS, index.numel * passes if index.ranks > 1 else 0
         own = self.own_numel - index.padding_in(*index.interval(self.rank))
@@ -228,7 +228,7 @@ class Arriving(Weights):
     """Whole parameters whose updated slices arrive beside the next forward ([Note: arriving]).
 
     Args:
-        arrivals: all of them, which forwards wait for.
+        arrivals: all such weights, for which forwards wait.
 
     Attributes:
         residence: ARRIVING from an update until `finish_gather`.
@@ -240,7 +240,7 @@ class Arriving(Weights):
             arrivals.add(self)
 
     def publish(self, spans: int | None = None) -> None:
-        """Start to bring the other ranks' slices; where they may arrive later, the parameters are absent until then.
+        """Start to gather the other ranks' slices; where they may arrive later, the parameters are absent until then.
 
         Args:
             spans: as in `Weights.publish`.
@@ -255,19 +255,19 @@ class Arriving(Weights):
             super().published()
 
     def finish_gather(self) -> None:
-        """Wait for the slices of all ranks, and let the parameters view them."""
+        """Wait for the slices of all ranks, and point the parameters at them."""
         super().finish_gather()
         arrived(self)
 
     def __del__(self) -> None:
-        """Parameters that outlive the engine get their values, unless a rank has failed."""
+        """Fill parameters that outlive the engine, unless a rank has failed."""
         if not sys.is_finalizing():
             with contextlib.suppress(CommError):
                 self.finish_gather()
 
 
 class Arrivals(LateUpdates):
-    """The weights of all units that arrive after their update."""
+    """The weights of all units whose updated slices arrive after the step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -287,7 +287,7 @@ class Arrivals(LateUpdates):
             self.need(unit)
 
     def entering(self, root: int, trains: bool) -> None:
-        """A forward begins; wait for the new weights of the root unit."""
+        """Begin a forward: wait for the new weights of the root unit."""
         self.need(root)
 
     def need(self, unit: int) -> None:
@@ -323,7 +323,7 @@ class ByChunk(Gatherer):
         """Check that a unit is gathered.
 
         Raises:
-            PlanError: it is of a chunk that does not run now.
+            PlanError: it belongs to a chunk that does not run now.
         """
         if any(each.residence is not Residence.GATHERED for each in self._weights[number]):
             raise PlanError(
