@@ -38,7 +38,7 @@ from zeroshard.traffic import BACKWARDS as BACKWARDS
 from zeroshard.traffic import Count as Count
 from zeroshard.traffic import Purpose as Purpose
 
-REMEMBERED = 32  # latest messages per channel whose labels a rank keeps
+REMEMBERED = 32  # latest messages per channel whose labels are stored
 # An agreement's frame: label, 8 bytes for the length, content; longer content takes a second round.
 LABEL_BYTES, CONTENT_BYTES = 64, 440
 
@@ -49,11 +49,11 @@ class Comm:
     Attributes:
         on_accelerator: whether tensors are on one, whose streams wait in place of the host.
         shared: the memory that the ranks share; None where they send.
-        operands: memory in which ranks see each other's activations; None where they send them.
+        operands: memory in which ranks read each other's activations; None where they send them.
         counts: by purpose, since the last `reset`.
-        digests: by group, a checksum of the labels of all its collectives so far, equal on ranks that started the same.
+        digests: by group, a checksum of the labels of all collectives so far, equal on ranks that started the same.
         evaluates: whether the model is evaluated, so that collectives inside of layers are no training traffic.
-        session: a number on which the ranks agreed, which keeps messages of different engines apart.
+        session: a number that all ranks agreed on, which separates messages of different engines.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -71,7 +71,7 @@ class Comm:
         self._labels: dict[str, deque[tuple[int, str]]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
 
     def __deepcopy__(self, memo: Any) -> Any:
-        """Refuse a copy of what communicates.
+        """Refuse a copy: a communicator belongs to one engine.
 
         Raises:
             PlanError: always.
@@ -82,17 +82,17 @@ class Comm:
         )
 
     def part(self, parts: Sequence[Sequence[int]], name: str) -> "Comm":
-        """The collectives of the part that this rank is in, counted with these; all ranks call it with equal parts."""
+        """The collectives of this rank's part, counted with these; all ranks call it with equal parts."""
         comm = Comm(part_of(self.mesh, parts, name))
         comm.counts = self.counts
         return comm
 
     def reset(self) -> None:
-        """Start counting again from zero."""
+        """Restart counting from zero."""
         self.counts.clear()
 
     def share(self, nbytes: int) -> str | None:
-        """Let parameters and gradients live in memory that all ranks map; a collective call.
+        """Map memory of all ranks for parameters and gradients; a collective call.
 
         Args:
             nbytes: bytes that will be needed.
@@ -108,7 +108,7 @@ class Comm:
         return None
 
     def share_operands(self) -> str | None:
-        """Let `side_by_side` go through memory that all ranks map; a collective call, which answers as `share`."""
+        """Map memory of all ranks for `side_by_side`; a collective call, which returns as `share`."""
         found = self.mesh.platform.share(self.mesh.rank, self.mesh.ranks, self.agree_on, 0)
         if isinstance(found, str):
             return found
@@ -118,11 +118,11 @@ class Comm:
     def side_by_side(
         self, x: torch.Tensor | Sequence[torch.Tensor], elements: int, purpose: Purpose, label: str
     ) -> SideBySide:
-        """Start to show every rank's `x` to all, which share memory for it.
+        """Start to show every rank's `x` to all, in shared memory.
 
         Args:
-            x: of one dtype; several are shown one behind the other.
-            elements: of the operation, as `counts` have them.
+            x: of one dtype; several are shown one after the other.
+            elements: of the operation, for `counts`.
         """
         pieces = (x,) if isinstance(x, torch.Tensor) else x
         assert self.operands is not None
@@ -136,7 +136,7 @@ class Comm:
         return SideBySide(self, work, place, purpose)
 
     def buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A zeroed 1-D buffer of this rank, which the others can read if they share memory."""
+        """A zeroed 1-D buffer of this rank, which the other ranks can read if they share memory."""
         if self.shared is not None:
             return self.shared.memory.mine(numel, dtype)
         return torch.zeros(numel, dtype=dtype, device=self.mesh.device)
@@ -168,7 +168,7 @@ class Comm:
     def show(
         self, shared: Shared, full: torch.Tensor, own: torch.Tensor, purpose: Purpose, label: str, padding: int = 0
     ) -> InPlace:
-        """As `gather` among ranks that share memory, without copies: each reads the others' `own` where they are."""
+        """As `gather` among ranks that share memory, without copies: each rank reads the others' `own` in place."""
         place, count = self._enter("gather", purpose, label)
         shared.memory.publish(place.label, own)
         shared.memory.post(Signal.GATHER)
@@ -184,7 +184,7 @@ class Comm:
         purpose: Purpose = Purpose.REDUCE_GRADIENTS,
         bounds: Bounds = None,
     ) -> Exchange:
-        """Start to bring each rank's slice of `full` [N*S] to its owner, who gets all ranks' copies.
+        """Start to send each rank's slice of `full` [N*S] to its owner, which receives all ranks' copies.
 
         Args:
             scratch: makes a buffer of a number of elements of `full`'s dtype; called if one is needed.
@@ -211,7 +211,7 @@ class Comm:
     ) -> Pending:
         """Start to send each rank its run of `rows` [R, ...], and to fill `into` [M, ...] with the runs for this rank.
 
-        The runs lie in rank order, the one that stays too. Rows that are sent to other ranks count once.
+        The runs lie in rank order, this rank's own included. Rows sent to other ranks count once.
 
         Args:
             receives: rows from each rank; sends: rows to each.
@@ -236,7 +236,7 @@ class Comm:
         return Pending(self, work, place, purpose)
 
     def broadcast(self, tensor: torch.Tensor, label: str, source: int = 0) -> None:
-        """Overwrite `tensor` with that of rank `source`; for set-up and for exports, not for every step."""
+        """Overwrite `tensor` with rank `source`'s; for set-up and exports, not for every step."""
         if self.mesh.ranks == 1:
             return
         place, count = self._enter("gather", Purpose.SETUP, label)
@@ -246,7 +246,7 @@ class Comm:
         Pending(self, work, place, Purpose.SETUP).wait()
 
     def send(self, tensor: torch.Tensor, peer: int, purpose: Purpose, label: str) -> Pending:
-        """Start to send `tensor` to rank `peer`; it must stay as it is until the result has been waited for."""
+        """Start to send `tensor` to rank `peer`; it must stay unchanged until the result's `wait`."""
         place, count, group = self._channel(self.mesh.rank, peer, purpose, label)
         count.elements += tensor.numel()
         count.nbytes += tensor.nbytes
@@ -301,7 +301,7 @@ class Comm:
         return everyone()
 
     def wait(self, work: dist.Work, place: Position) -> None:
-        """Wait for `work`, looking for the reason when it takes long."""
+        """Wait for `work`; find the reason when it takes long."""
         if ">" in place.group:
             self._wait_for_message(work, place)
             return
@@ -323,7 +323,7 @@ class Comm:
             self.withdraw()
 
     def explain(self, place: Position, expired: bool) -> None:
-        """Publish in the store which operation this rank waits for, and compare with the other ranks'.
+        """Publish this rank's operation in the store, and compare it with the other ranks'.
 
         Raises:
             CommError: the wait can never end, or has lasted too long.
@@ -345,7 +345,7 @@ class Comm:
             give_up(self.mesh.store)
 
     def break_messages(self, place: Position | None) -> None:
-        """Let the wait at `place` fail."""
+        """Make the wait at `place` fail."""
         group = self._groups["reduce" if place is not None and place.group.endswith("backward") else "gather"]
         other = (self.mesh.rank + 1) % self.mesh.ranks
         with contextlib.suppress(RuntimeError):
@@ -447,7 +447,7 @@ class Comm:
             )
 
     def failure(self) -> str | None:
-        """The failure of the first rank to fail, if one did and the store still answers."""
+        """The first rank's failure, if any and if the store still answers."""
         store = self.mesh.failures
         try:
             return store.get("failure").decode() if store is not None and store.check(["failure"]) else None

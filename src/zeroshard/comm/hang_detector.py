@@ -23,7 +23,7 @@ class WatchedWait(Protocol):
         """Withdraw the published wait."""
 
     def break_messages(self, place: Any) -> None:
-        """Let the wait fail."""
+        """Make the wait fail."""
 
 
 class HangDetector(threading.Thread):

@@ -38,7 +38,7 @@ class HeartbeatReading:
         rank: of the process.
         pid: of the process.
         step: the last finished step, from 1; -1 before the first.
-        committed: step of the newest committed checkpoint that the rank knows of; -1 for none.
+        committed: step of the newest committed checkpoint on this rank; -1 for none.
         phase: present activity, in a few words.
         waiting: whether the main thread waits for `collective`.
         collective: the last one started or waited for.
@@ -64,7 +64,7 @@ class Failure:
     Attributes:
         type: the exception's class.
         message: the exception's text.
-        first: whether the rank takes itself for the first to fail.
+        first: whether the rank counts itself as the first to fail.
         when: monotonic seconds.
         trace: the traceback as text.
         code: with which the rank is about to exit.
@@ -100,34 +100,34 @@ class Heartbeat:
             _BORN.pack_into(self._map, _AT_BORN, _MAGIC, rank, os.getpid())  # last, as the mark of a complete file
 
     def beat(self) -> None:
-        """Enter that the process runs; called by a thread of its own."""
+        """Record that the process runs; called by a thread of its own."""
         _ALIVE.pack_into(self._map, _AT_ALIVE, time.monotonic())
 
     def phase(self, text: str) -> None:
-        """Enter the main thread's activity; entering the same again counts as progress."""
+        """Record the main thread's activity; the same activity again counts as progress."""
         _PHASE.pack_into(self._map, _AT_PHASE, text.encode()[: _PHASE.size])
         self._changed()
 
     def step(self, n: int) -> None:
-        """Enter that step `n` is finished, counted from 1 over the whole run."""
+        """Record that step `n` is finished, counted from 1 over the whole run."""
         _STEP.pack_into(self._map, _AT_STEP, n)
         self._changed()
 
     def committed(self, n: int) -> None:
-        """Enter the step of the newest committed checkpoint."""
+        """Record the step of the newest committed checkpoint."""
         _STEP.pack_into(self._map, _AT_COMMITTED, n)
         self._changed()
 
     def start(self, collective: tuple[str, int, str]) -> None:
-        """Enter a collective (group, number, label) that was started, while the main thread goes on."""
+        """Record a collective (group, number, label) that was started; the main thread goes on."""
         self._write(0, collective)
 
     def enter(self, collective: tuple[str, int, str]) -> None:
-        """Enter that the main thread waits for a collective (group, number, label)."""
+        """Record that the main thread waits for a collective (group, number, label)."""
         self._write(1, collective)
 
     def leave(self) -> None:
-        """Enter the end of the wait."""
+        """Record the end of the wait."""
         _STEP.pack_into(self._map, _AT_COLLECTIVE, 0)
         self._changed()
 
@@ -168,7 +168,7 @@ def read_heartbeat(path: Path) -> HeartbeatReading | None:
 
 
 def write_failure(path: Path, error: BaseException, first: bool = True, code: int = 1, said: str | None = None) -> None:
-    """Write beside the heartbeat at `path` why this rank stops; a file that cannot be written is left out.
+    """Write the failure of this rank beside the heartbeat at `path`; a file that cannot be written is skipped.
 
     Args:
         said: the message in the words of the command line; the error's own by default.

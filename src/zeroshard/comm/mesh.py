@@ -42,12 +42,12 @@ SETTLE = 0.1  # seconds between the last collective and the end of the interpret
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """This process's place among `ranks` processes.
+    """This process's rank among `ranks` processes.
 
     Attributes:
         rank: this process, 0 to ranks - 1.
         ranks: number of processes (N in the formulas).
-        device: where parameters and activations live.
+        device: of parameters and activations.
         gathers: the process group in which parameters are gathered; None when there is one rank.
         reductions: the process group in which gradients are reduced; a second one, because gathers and reductions
             interleave differently on ranks that take different branches; None when there is one rank.
@@ -109,7 +109,7 @@ def job() -> str:
 
 
 def owner() -> Owner:
-    """The owner of this rank: the process that starts it again after a failure, or else itself."""
+    """The owner of this rank: the process that restarts it after a failure, or else itself."""
     pid = os.environ.get("ZEROSHARD_SUPERVISOR", "")
     agent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
     count = os.environ.get("SLURM_RESTART_COUNT", "")
@@ -118,13 +118,13 @@ def owner() -> Owner:
 
 
 def local_ranks() -> int | None:
-    """How many ranks of this job the launcher started on this machine; None without a launcher."""
+    """Number of this job's ranks that the launcher started on this machine; None without a launcher."""
     count = os.environ.get("LOCAL_WORLD_SIZE", "")
     return int(count) if count.isdecimal() and int(count) else None
 
 
 def stay_inside() -> None:
-    """Let process groups made from now on listen on the loopback address alone, for a job on one machine.
+    """Make new process groups listen on the loopback address alone, for a job on one machine.
 
     Variables that the user has set stay as they are.
     """
@@ -168,7 +168,7 @@ def init_mesh(timeout: float = 300.0, device: str | None = None) -> Mesh:
 
 
 def shared_mesh(timeout: float) -> Mesh:
-    """The mesh of engines that were given none: one for all with this timeout, until an operation in it fails.
+    """The mesh of engines without one: one for all with this timeout, until an operation in it fails.
 
     A collective call, because the failure may have been on some ranks only. Raises what `init_mesh` raises.
     """
@@ -279,10 +279,10 @@ def mesh_of(members: list[int], device: torch.device, timeout: float, heartbeat:
 
 
 def part_of(mesh: Mesh, parts: Sequence[Sequence[int]], name: str) -> Mesh:
-    """The mesh of the part that this rank is in; all ranks of `mesh` call it with the same parts.
+    """The mesh of this rank's part; all ranks of `mesh` call it with the same parts.
 
     Args:
-        name: of the partition; keeps keys of equal members of different partitions apart in the store.
+        name: of the partition; separates keys of equal members of different partitions in the store.
     """
     members = next(part for part in parts if mesh.rank in part)
     if max(map(len, parts)) == 1:
@@ -331,15 +331,15 @@ def part_of(mesh: Mesh, parts: Sequence[Sequence[int]], name: str) -> Mesh:
 
 
 def beside(mesh: Mesh, name: str) -> Mesh:
-    """The same ranks and process groups, for collectives whose numbers and waits are told apart by a name."""
+    """The same ranks and process groups, with numbers and waits of collectives under a name of their own."""
     return mesh if mesh.store is None else replace(mesh, store=PrefixStore(f"{name}/", mesh.store))
 
 
 def wait_for_ranks(mesh: Mesh, what: str) -> None:
-    """Wait until all ranks of a mesh are about to make `what`.
+    """Wait until all ranks of a mesh call this for the same object.
 
     Raises:
-        CommError: with those that did not come in time.
+        CommError: with the ranks that did not come in time.
     """
     if mesh.store is not None and mesh.gathers is not None:
         everyone = "-".join(map(str, dist.get_process_group_ranks(mesh.gathers)))
@@ -347,9 +347,9 @@ def wait_for_ranks(mesh: Mesh, what: str) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Let the C library keep what torch frees on the CPU, instead of giving pages back to take them anew every step.
+    """Make the C library keep memory that torch frees on the CPU: giving pages back takes new ones in every step.
 
-    Fresh pages cost about nine times as much as used ones. glibc's own settings in the environment go first.
+    Fresh pages cost about nine times as much as used ones. glibc's own settings in the environment take precedence.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt") and not any(name.startswith("MALLOC_") for name in os.environ):
@@ -358,7 +358,7 @@ def keep_freed_memory() -> None:
 
 
 def announce_failure(mesh: Mesh, error: BaseException) -> bool:
-    """Write into the store why this rank stops; returns whether it is the first to fail."""
+    """Write this rank's failure into the store; returns whether it is the first to fail."""
     if mesh.failures is None:
         return True
     text = f"rank {mesh.rank} failed: {type(error).__name__}: {error}"

@@ -17,13 +17,13 @@ _raised: WeakKeyDictionary[Store, tuple[int, int]] = WeakKeyDictionary()  # engi
 
 
 def begin_engine(mesh: Mesh) -> None:
-    """All ranks make an engine: events of the one before are over."""
+    """Begin an engine on all ranks: events of the one before are over."""
     if mesh.failures is not None:
         _raised[mesh.failures] = _raised.get(mesh.failures, (0, 0))[0] + 1, 0
 
 
 def announce_over_budget(mesh: Mesh, error: BudgetExceeded) -> None:
-    """Tell the other ranks of an error that this one is about to raise; once, however often it passes here."""
+    """Announce to the other ranks an error that this rank is about to raise; once per error."""
     if mesh.failures is None or error.shared:
         return
     error.shared = True
@@ -35,7 +35,7 @@ def announce_over_budget(mesh: Mesh, error: BudgetExceeded) -> None:
 
 
 def over_budget_elsewhere(mesh: Mesh) -> BudgetExceededElsewhere | None:
-    """The error of a rank that was over its budget, which this one has not raised yet.
+    """The error of another rank that was over its budget, if this rank has not raised it yet.
 
     Raises:
         DistError: the store is gone.

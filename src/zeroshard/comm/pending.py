@@ -1,4 +1,4 @@
-"""Collectives under way, which end with a wait that is watched."""
+"""Collectives in flight, which end with a watched wait."""
 
 import time
 from contextlib import AbstractContextManager
@@ -49,7 +49,7 @@ def cause_of(error: BaseException) -> str:
 
 
 class WaitingComm(Protocol):
-    """The collectives of a rank, as one that is under way sees them."""
+    """The methods of `Comm` that collectives in flight call."""
 
     mesh: Mesh
     on_accelerator: bool
@@ -57,14 +57,14 @@ class WaitingComm(Protocol):
     shared: Shared | None
 
     def wait(self, work: dist.Work, place: Position) -> None:
-        """Wait for `work`, looking for the reason when it takes long."""
+        """Wait for `work`; find the reason when it takes long."""
 
     def failure(self) -> str | None:
-        """The failure of the first rank to fail."""
+        """The first rank's failure."""
 
 
 class Naming:
-    """Turns a backend's error into a `CommError` that names the operation; lets a timeout through as `TimeoutError`.
+    """Turns a backend's error into a `CommError` that names the operation; passes a timeout on as `TimeoutError`.
 
     A profiler sees the start of the operation as a range of its name.
     """
@@ -96,7 +96,7 @@ LAUNCH = 2**24  # on GPUs, so that each launch has enough to do
 
 
 class Pending:
-    """A collective under way; `wait` returns when its result may be used."""
+    """A collective in flight; `wait` returns when its result may be used."""
 
     def __init__(self, comm: WaitingComm, work: dist.Work | None, place: Position, purpose: Purpose) -> None:
         self._comm = comm
@@ -105,13 +105,13 @@ class Pending:
         self._purpose = purpose
 
     def __del__(self) -> None:
-        """gloo waits for an operation under way when it is freed, so one that will never end is kept."""
+        """Keep an operation that will never end: gloo waits for it when it is freed."""
         if self._work is not None and not self._work.is_completed():
             lease = self._comm.mesh.lease
             ABANDONED.append((lease.name if lease else "", self._work))
 
     def arrives_within(self, seconds: float) -> bool:
-        """Wait at most so long; False if the result is not there yet."""
+        """Wait at most so long; False if the result is not complete yet."""
         if self._work is not None and not self._work.is_completed() and not self._comm.on_accelerator:
             try:
                 self._work.wait(timedelta(seconds=seconds))
@@ -120,7 +120,7 @@ class Pending:
         return True
 
     def wait(self) -> None:
-        """Wait for the result (on CUDA: let the current stream wait).
+        """Wait for the result (on CUDA: make the current stream wait).
 
         Raises:
             CommError: ranks wait for different operations, a rank is silent, or a connection broke.
@@ -147,10 +147,10 @@ class Pending:
 
 
 class InPlace(Pending):
-    """Memory of all ranks that each reads after `wait`, where they share it; then `done`, once it has.
+    """Memory of all ranks that each rank reads after `wait`, where they share it, and releases with `done`.
 
     Args:
-        signal: by which a rank says that it has read; those of one kind are sent in the same order by all ranks.
+        signal: of the end of a rank's reads; signals of one kind are sent in the same order by all ranks.
     """
 
     def __init__(self, comm: WaitingComm, work: dist.Work, place: Position, purpose: Purpose, signal: Signal) -> None:
@@ -159,18 +159,18 @@ class InPlace(Pending):
         self._read: Pending | None = None
 
     def of(self, rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """After `wait`: what another rank shows [numel]."""
+        """After `wait`: another rank's values [numel]."""
         assert self._memory is not None
         return self._memory.theirs(rank, self._place.label, 0, numel, dtype)
 
     def done(self) -> None:
-        """Release what was read, if that was not done; in the order in which all were started."""
+        """Release the memory, unless that was done; in the order of starts."""
         if self._memory is not None and self._read is None:
             self._memory.post(self._signal)
             self._read = Pending(self._comm, self._memory.work(self._signal), self._place, self._purpose)
 
     def wait_until_read(self) -> None:
-        """Wait until all ranks have read this rank's own buffer, which may be written again after it.
+        """Wait until all ranks have read this rank's own buffer, which may be written again then.
 
         Raises:
             CommError: as `wait`.
@@ -181,10 +181,10 @@ class InPlace(Pending):
 
 
 class Exchange(InPlace):
-    """An exchange under way, which brings every rank's copy of this rank's slice.
+    """An exchange in flight, which receives every rank's copy of this rank's slice.
 
     Attributes:
-        scratch: the buffer of the copies, to be handed back to its arena after `done`; None if they are read in place.
+        scratch: the buffer of the copies, returned to its arena after `done`; None if they are read in place.
     """
 
     def __init__(self, comm: WaitingComm, work: dist.Work, place: Position, purpose: Purpose, arrival: Arrival) -> None:
@@ -199,18 +199,18 @@ class Exchange(InPlace):
 
 
 class SideBySide(Pending):
-    """Tensors of all ranks in shared memory, on their way to each; to be read after `wait`, and then `done`."""
+    """Tensors of all ranks in shared memory; valid after `wait` and until `done`."""
 
     def __init__(self, comm: WaitingComm, work: Operands, place: Position, purpose: Purpose) -> None:
         super().__init__(comm, work, place, purpose)
         self._operands = work
 
     def of(self, rank: int, shape: tuple[int, ...], first: int = 0) -> torch.Tensor:
-        """What a rank shows, or of another rank's pieces those elements from `first` on that have a shape."""
+        """A rank's tensor; of another rank, the elements of this shape from `first` on in its pieces."""
         return self._operands.of(rank, shape, first)
 
     def done(self) -> None:
-        """This rank has read them all; in the same order on all ranks."""
+        """Release them, once this rank has read all; in the same order on all ranks."""
         self._operands.done()
 
 
@@ -223,7 +223,7 @@ def add_mean(
     apart: bool,
     divisor: int,
 ) -> None:
-    """Set `into` [S] to the mean of the ranks' copies [S], or add that to it; summed in rank order, in fp32 at least.
+    """Set `into` [S] to the mean of the ranks' copies [S], or add it to `into`; summed in rank order, in fp32 at least.
 
     Args:
         apart: whether `into` overlaps no copy after the second.

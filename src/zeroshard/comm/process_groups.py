@@ -21,7 +21,7 @@ _GROUPS: dict[str, tuple[dist.ProcessGroup, ...]] = {}  # not destroyed yet, by 
 
 
 class Lease:
-    """Held by every copy of a mesh; its groups may end when the last is gone.
+    """A reference to process groups, held by every copy of a mesh; they may end when the last copy is gone.
 
     Attributes:
         name: the same on all ranks.
@@ -50,11 +50,11 @@ def lease(name: str, groups: tuple[dist.ProcessGroup, ...]) -> Lease:
 
 
 def roll_call(store: Store, rank: int, ranks: int, wait: Callable[[], None], within: str = "") -> None:
-    """Wait for all ranks, and destroy the groups that none of them needs; a collective call.
+    """Wait for all ranks, and destroy the groups that no rank needs; a collective call.
 
     Args:
         wait: returns when all ranks have called it.
-        within: prefix of the leases to look at, all of which these ranks have.
+        within: prefix of the leases in question, all of which these ranks have.
     """
     _COUNTS[f"{within}/call"] += 1
     names = [f"leases/{within}/{_COUNTS[f'{within}/call']}/{each}" for each in range(ranks)]
@@ -86,5 +86,5 @@ class _PlaceholderGroup:
 
 
 def is_open(group: dist.ProcessGroup | None) -> bool:
-    """Whether torch still has a group: other code may have destroyed it, or all of them."""
+    """Whether torch still has a group: other code may have destroyed it, or all groups."""
     return group in dist.distributed_c10d._world.pg_map

@@ -1,4 +1,4 @@
-"""Rendezvous: the ranks of a job find each other, or an error names those that did not come.
+"""Rendezvous: the ranks of a job connect, or an error names the missing ranks.
 
 [Note: roll call] Making a process group waits inside torch until every rank is there, longer than `timeout` and without
 a name for the rank that is missing. So before a group is made each rank enters its name in the job's store and waits
@@ -73,7 +73,7 @@ def connect(place: tuple[str, str], rank: int, ranks: int, served: bool, timeout
 
 
 def reach(address: str, port: int, keeps: bool, timeout: float) -> Store:
-    """The store at an address; made in a thread, because torch waits without limit for a listener that is silent.
+    """The store at an address; made in a thread, because torch waits without limit for a silent listener.
 
     Args:
         keeps: whether this process keeps it.
@@ -105,7 +105,7 @@ def reach(address: str, port: int, keeps: bool, timeout: float) -> Store:
 
 
 def _listen_inside(address: str, port: int) -> int | None:
-    """A descriptor that listens on the loopback address alone, if the store is there; None lets torch listen."""
+    """A descriptor that listens on the loopback address alone, if `address` is one; None leaves it to torch."""
     if address != "localhost" and not address.startswith("127."):
         return None
     try:
@@ -138,7 +138,7 @@ def give_up(store: Store | None) -> str:
 
 
 def _connections(store: Store | None) -> list[int]:
-    """The descriptors of this process's connections to a TCP store, known by the port at their other end."""
+    """The descriptors of this process's connections to a TCP store, found by the port at their other end."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     port = getattr(store, "port", None)
@@ -155,7 +155,7 @@ def _connections(store: Store | None) -> list[int]:
 
 
 def wait_for_all(store: Store, rank: int, ranks: int, timeout: float, what: str) -> None:
-    """Wait until every rank is about to make `what`; called equally often by all ranks of `store`.
+    """Wait until every rank calls this for the same object; called equally often by all ranks of `store`.
 
     Raises:
         CommError: with the ranks that did not come within `timeout` seconds, or the failure of one of them.
@@ -183,7 +183,7 @@ def wait_for_all(store: Store, rank: int, ranks: int, timeout: float, what: str)
 
 
 def _all_arrive(store: Store, names: list[str], timeout: float) -> bool:
-    """Whether all names are entered in time, before a rank fails; polls, because a store's wait logs warnings."""
+    """Whether all names are recorded in time, before a rank fails; polls, because a store's wait logs warnings."""
     start, pause = time.monotonic(), SHORTEST
     while not store.check(names):
         waited = time.monotonic() - start
@@ -196,7 +196,7 @@ def _all_arrive(store: Store, names: list[str], timeout: float) -> bool:
 
 @contextlib.contextmanager
 def naming(store: Store, rank: int, what: str) -> Iterator[None]:
-    """Turn an error of torch in making `what`, which needs the store, into a `CommError`."""
+    """Turn an error of the store, while torch makes an object with it, into a `CommError`."""
     try:
         yield
     except dist.DistError as error:

@@ -68,7 +68,7 @@ class Owner:
 
 
 def hold(path: Path, mine: Owner) -> None:
-    """Enter `mine` as the owner, unless another process that may live is the owner.
+    """Record `mine` as the owner, unless another process that may live is the owner.
 
     Raises:
         ConfigError: another process holds the lock.
@@ -119,7 +119,7 @@ def _read(file: TextIO) -> Owner | None:
 
 
 def _started(pid: int) -> float | None:
-    """When a process of this machine started; None if there is none."""
+    """The start of a process of this machine; None if there is none."""
     try:
         process = psutil.Process(pid)
         return None if process.status() == psutil.STATUS_ZOMBIE else float(process.create_time())

@@ -28,7 +28,7 @@ PROBE = 2**25  # bytes of a measurement of the bandwidth
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A place in the file: its offset, its bytes without the rest of the last page, and the name of its content."""
+    """A place in the file: its offset, its bytes without padding of the last page, and the name of its content."""
 
     offset: int
     nbytes: int
@@ -40,7 +40,7 @@ class Disk:
 
     Args:
         folder: of the file; made if only its last part is missing. The file has no name, so it ends with the process.
-        ledger: enters every extent, in whole pages; the unused rest of the last page is padding.
+        ledger: records every extent, in whole pages; the unused rest of the last page is padding.
         timeout: seconds that one read or write may take.
 
     Raises:
@@ -70,7 +70,7 @@ class Disk:
         self._close = weakref.finalize(self, _close, {self._file, self._direct})
 
     def reserve(self, nbytes: int, category: Category, label: str, padding: int = 0) -> Extent:
-        """A place for `nbytes`, whose blocks are taken now, so that a later write cannot find the disk full.
+        """A place for `nbytes`, whose blocks are allocated at once, so that a later write cannot find the disk full.
 
         Args:
             padding: bytes of it that hold no data.
@@ -131,7 +131,7 @@ class Disk:
         """Write a contiguous tensor of as many bytes into an extent.
 
         Raises:
-            OffloadError: the disk fails or is too slow. The extent then holds neither what it held nor `tensor`;
+            OffloadError: the disk fails or is too slow. The extent then holds neither its earlier content nor `tensor`;
                 writing again fills it.
         """
         self._move(os.pwritev, "writing", extent, tensor)
@@ -147,7 +147,7 @@ class Disk:
     def bandwidth(self) -> tuple[float, float]:
         """Bytes per second of reading and of writing, measured once and before other threads use the disk.
 
-        It is the speed of a short burst: a disk that is kept busy may be slower.
+        It is the speed of a short burst: a busy disk may be slower.
 
         Raises:
             OffloadError: the disk fails or is too slow.
@@ -169,7 +169,7 @@ class Disk:
         return self._bandwidth
 
     def close(self) -> None:
-        """Close the file, and strike all extents off the ledger."""
+        """Close the file, and remove all extents from the ledger."""
         self._close()
         for category, nbytes, label, padding in self._entries:
             self._ledger.give(category, nbytes, label, padding, "disk")
@@ -222,7 +222,7 @@ def _nameless(folder: Path) -> int:
 
 
 def _directly(descriptor: int) -> int:
-    """A second descriptor of the same file, past the kernel's cache; the same one where O_DIRECT is refused."""
+    """A second descriptor of the same file that bypasses the kernel's cache; the same one where O_DIRECT is refused."""
     try:
         direct = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # the cache need not read ahead
@@ -243,8 +243,8 @@ class SimulatedDisk(Disk):
     """The tier "disk" of one rank in a rehearsal.
 
     Args:
-        ledger: enters every extent, in whole pages; the unused rest of the last page is padding.
-        make: makes the elements of a slab, which are only counted.
+        ledger: records every extent, in whole pages; the unused rest of the last page is padding.
+        make: makes the elements of a slab, which is only counted.
     """
 
     def __init__(self, ledger: Ledger, make: Make) -> None:
@@ -285,7 +285,7 @@ class SimulatedDisk(Disk):
         return float("inf"), float("inf")
 
     def close(self) -> None:
-        """Strike all extents off the ledger."""
+        """Remove all extents from the ledger."""
         for category, nbytes, label, padding in self._entries:
             self._ledger.give(category, nbytes, label, padding, "disk")
         self._entries.clear()

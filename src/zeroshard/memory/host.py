@@ -53,7 +53,7 @@ def fresh_pages(nbytes: int, device: torch.device = HOST) -> mmap.mmap:
 
 
 def _touch(address: int, nbytes: int) -> None:
-    """Take all pages of a range ([Note: pages are taken at once]), in as many threads as torch has.
+    """Allocate all pages of a range ([Note: pages are taken at once]), in as many threads as torch has.
 
     A core zeroes less than 2 GB/s. The call releases Python's lock, which `mmap.madvise` does not; an older kernel
     refuses it.
@@ -74,7 +74,7 @@ def _touch(address: int, nbytes: int) -> None:
 
 
 class _Registered(mmap.mmap):
-    """Pages that a device copies from and to directly; they are unregistered before they are unmapped."""
+    """Pages that a device copies from and to directly; unregistered before they are unmapped."""
 
     _unregister: Callable[[], object] | None = None
 
@@ -88,7 +88,7 @@ class _Registered(mmap.mmap):
 
 @dataclass(slots=True)
 class _Entry:
-    """A slab and its entry in the ledger; it keeps the slab, so that the id of its storage is not used again."""
+    """A slab and its entry in the ledger; the reference keeps the id of its storage from being used again."""
 
     slab: torch.Tensor
     category: Category
@@ -101,11 +101,11 @@ class HostMemory:
     """The tier "host" of one rank. All methods may be called by any thread.
 
     Args:
-        ledger: enters every slab, in whole pages; the unused rest of the last page is padding.
+        ledger: records every slab, in whole pages; the unused rest of the last page is padding.
         device: the tier above; slabs are registered with an accelerator.
         root: folder of /proc and /sys.
-        make: in a rehearsal, makes the elements of a slab, which are only counted.
-        room: bytes that the rank may take then.
+        make: in a rehearsal, makes the elements of a slab, which is only counted.
+        room: bytes that the rank may take in a rehearsal.
     """
 
     def __init__(
@@ -143,16 +143,16 @@ class HostMemory:
         return slab
 
     def free(self, slab: torch.Tensor) -> None:
-        """Strike a slab off the ledger, given by any view of all of it; the caller keeps no view."""
+        """Remove a slab from the ledger, given by any view of all of it; the caller keeps no view."""
         if slab.numel():
             with self._lock:
                 self._strike_out(self._held.pop(_storage_of(slab)))
 
     def borrow(self, nbytes: int, category: Category = Category.BUFFERS) -> torch.Tensor:
-        """`nbytes` uninitialised bytes, page-aligned, counted as `category`; hand them back with `give_back`.
+        """`nbytes` uninitialised bytes, page-aligned, counted as `category`; return them with `give_back`.
 
-        They come from a pool that never shrinks, because memory that is used again costs a fraction of new pages. Free
-        bytes of the pool count as buffers on the ledger.
+        They come from a pool that never shrinks, because used memory costs a fraction of new pages. Free bytes of the
+        pool count as buffers on the ledger.
 
         Raises:
             BudgetExceeded, OffloadError: as `slab`.
@@ -168,7 +168,7 @@ class HostMemory:
         return block[:nbytes]
 
     def give_back(self, tensor: torch.Tensor) -> None:
-        """Hand back what `borrow` returned, or a view of all of it."""
+        """Return memory of `borrow`, or a view of all of it, to the pool."""
         if tensor.numel():
             with self._lock:
                 block = self._lent.pop(_storage_of(tensor))
@@ -208,7 +208,7 @@ class HostMemory:
         return min((room.nbytes // room.takers(ranks) for room in rooms), default=0)
 
     def close(self) -> None:
-        """Strike all slabs off the ledger; memory is freed with its last views."""
+        """Remove all slabs from the ledger; memory is freed with its last views."""
         with self._lock:
             for entry in self._held.values():
                 self._strike_out(entry)

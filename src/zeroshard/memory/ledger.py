@@ -43,7 +43,7 @@ WAYS_OUT = {  # for a tier that is too small
 
 @dataclass(slots=True)
 class Account:
-    """Bytes of one category on one tier: now, at the highest, and how many of them are padding."""
+    """Bytes of one category on one tier: current, peak, and the padding among them."""
 
     current: int = 0
     peak: int = 0
@@ -52,7 +52,7 @@ class Account:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One change on the device during a recorded step: seconds since the start, why, and its bytes by category."""
+    """One change on the device during a recorded step: seconds since the start, its label, and bytes by category."""
 
     t: float
     label: str
@@ -61,7 +61,7 @@ class Event:
 
 @dataclass(slots=True)
 class Recording:
-    """A `Ledger.recorded` under way: its start and its events."""
+    """A running `Ledger.recorded`: its start and its events."""
 
     start: float
     events: list[Event]
@@ -72,14 +72,14 @@ class Ledger:
 
     Args:
         budgets: bytes that a tier (`"device"`, `"host"`, `"disk"`) may hold; a tier that is absent has no limit.
-        now: seconds of the clock by which changes are recorded.
+        now: seconds of the clock of recorded changes.
 
     Attributes:
-        way_out: gives the way out of an error, for the bytes needed on the device and its budget; None without one.
+        way_out: gives the way out of an error from the bytes needed on the device and its budget; None without one.
         saved: the storages of activations.
-        reclaimers: each gives back so many bytes of the device, as far as it can: what is there ahead of its use or on
-            its way from it, or can be made again. They are asked in their order.
-        measures: whether the device's budget may be exceeded: a first step goes on to its end, to say what is needed.
+        reclaimers: each frees up to so many bytes of the device: prefetched, outgoing or recomputable tensors. They are
+            called in order.
+        measures: whether the device's budget may be exceeded: a first step runs to its end, to report its need.
     """
 
     def __init__(self, budgets: Mapping[str, int] | None = None, now: Callable[[], float] = time.perf_counter) -> None:
@@ -114,9 +114,9 @@ class Ledger:
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def take(self, category: Category, nbytes: int, label: str, padding: int = 0, tier: str = "device") -> None:
-        """Enter `nbytes` (of which `padding` bytes hold no data) before they are allocated.
+        """Record `nbytes` (of which `padding` bytes hold no data) before they are allocated.
 
-        The budget covers buffers of the engine and tensors saved by autograd. The latter are entered only if the
+        The budget covers buffers of the engine and tensors saved by autograd. The latter are recorded only if the
         device has a budget, or while a step is recorded.
 
         Raises:
@@ -156,7 +156,7 @@ class Ledger:
             )
 
     def give(self, category: Category, nbytes: int, label: str, padding: int = 0, tier: str = "device") -> None:
-        """Strike out `nbytes` that were entered with `take` and are free again."""
+        """Remove `nbytes` that were recorded with `take` and are free again."""
         account = self._accounts[tier, category]
         assert nbytes <= account.current, f"{label} gives back {nbytes} bytes of {category}, {account.current} are held"
         account.current -= nbytes
@@ -166,12 +166,12 @@ class Ledger:
             self._note("free " + label)
 
     def remember(self, tensor: torch.Tensor) -> None:
-        """Scratch or a buffer of the model, which was entered: an activation that lies in it is no further byte."""
+        """Register recorded scratch or a buffer of the model: an activation in it is no further byte."""
         storage = tensor.untyped_storage()
         self._entered[storage._cdata] = StorageWeakRef(storage)
 
     def is_entered(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in what `remember` was told of."""
+        """Whether a tensor lies in memory registered with `remember`."""
         found = self._entered.get(tensor.untyped_storage()._cdata)
         return found is not None and not found.expired()
 
@@ -192,18 +192,18 @@ class Ledger:
         return sum(self._accounts[tier, category].current for category in MODEL_STATES)
 
     def reset_peaks(self) -> None:
-        """Let every peak start again from the current value."""
+        """Reset every peak to the current value."""
         for account in self._accounts.values():
             account.peak = account.current
 
     @property
     def limits_activations(self) -> bool:
-        """Whether tensors saved by autograd must be entered, because the device has a budget."""
+        """Whether tensors saved by autograd must be recorded, because the device has a budget."""
         return "device" in self.budgets
 
     @property
     def recording(self) -> bool:
-        """Whether a recording is under way."""
+        """Whether a recording is running."""
         return bool(self._recordings)
 
     @contextmanager
@@ -223,18 +223,18 @@ class Ledger:
 
 
 class SavedStorages:
-    """How often each storage among the activations of a ledger is held: it counts once ([Note: entered already])."""
+    """Counts the holders of each storage among a ledger's activations: it counts once ([Note: entered already])."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._tensors: dict[int, int] = {}
 
     def counts(self, tensor: torch.Tensor) -> bool:
-        """Whether a saved tensor is one more among the activations ([Note: entered already])."""
+        """Whether a saved tensor adds to the activations ([Note: entered already])."""
         return tensor.layout is torch.strided and not self._ledger.is_entered(tensor)
 
     def change(self, storage: torch.UntypedStorage, by: int) -> None:
-        """Enter a storage with the first tensor that lies in it; strike it out with the last."""
+        """Record a storage with its first tensor; remove it with its last."""
         key = storage._cdata
         before = self._tensors.get(key, 0)
         if before == 0:
@@ -246,16 +246,16 @@ class SavedStorages:
 
 
 class Arena:
-    """Scratch buffers that are made once and used again, such as for gradients under way and for collectives.
+    """Scratch buffers that are made once and reused, such as for gradients in flight and for collectives.
 
-    `take` gives the smallest free buffer that is large enough, or a new one, so that after the first steps nothing is
-    allocated any more.
+    `take` gives the smallest free buffer that is large enough, or a new one, so that nothing is allocated after the
+    first steps.
 
     [Note: C_B] Constant buffers of ZeRO-R (1910.02054, section 6.2): what is lent here is as large as the largest unit,
     whatever the number of units, since a unit hands its buffers back before the next but one takes them.
 
     Args:
-        ledger: enters the buffers.
+        ledger: records the buffers.
         allocate: makes a buffer of a number of elements.
     """
 
@@ -266,7 +266,7 @@ class Arena:
         self._lent: dict[int, torch.Tensor] = {}
 
     def take(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
-        """An uninitialised 1-D tensor of `numel` elements; hand it back with `give`."""
+        """An uninitialised 1-D tensor of `numel` elements; return it with `give`."""
         nbytes = numel * dtype.itemsize
         fitting = [block for block in self._free if block.numel() >= nbytes]
         if fitting:
@@ -281,5 +281,5 @@ class Arena:
         return tensor
 
     def give(self, tensor: torch.Tensor) -> None:
-        """Hand back a tensor that `take` returned."""
+        """Return a tensor from `take`."""
         self._free.append(self._lent.pop(id(tensor)))

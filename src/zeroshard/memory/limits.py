@@ -1,4 +1,4 @@
-"""Host memory that the process may still take: by the machine, by its cgroups, and by its own limits.
+"""Host memory left to the process: by the machine, by its cgroups, and by its own limits.
 
 Linux kernel documentation: filesystems/proc, admin-guide/cgroup-v2, admin-guide/cgroup-v1/memory.
 """
@@ -12,7 +12,7 @@ ROOT = Path("/")
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """The room that one limit leaves.
+    """The free bytes under one limit.
 
     Attributes:
         nbytes: bytes that may still be taken; negative where the limit is exceeded already.
@@ -25,12 +25,12 @@ class Room:
     shared: bool = True
 
     def takers(self, ranks: int) -> int:
-        """How many of the machine's ranks take from it."""
+        """Number of the machine's ranks that take from it."""
         return ranks if self.shared else 1
 
 
 def find_rooms(root: Path = ROOT) -> list[Room]:
-    """All limits on this process's memory that can be read, with the room that each leaves now."""
+    """All readable limits on this process's memory, with the bytes left under each."""
     return [*_machine(root), *_cgroups(root), *_own_limits(root)]
 
 
@@ -50,7 +50,7 @@ def _cgroups(root: Path) -> Iterator[Room]:
 
 
 def _cgroup(root: Path, limit: Path, usage: Path, cached: str) -> Iterator[Room]:
-    """The room that one cgroup leaves; inactive pages of files are given up first, and count as free."""
+    """The free bytes of one cgroup; inactive pages of files are reclaimed first, and count as free."""
     allowed, used = _read(limit).strip(), _read(usage).strip()
     if allowed.isdecimal() and used.isdecimal():  # and not "max"
         free = int(allowed) - int(used) + _table(limit.with_name("memory.stat")).get(cached, 0)

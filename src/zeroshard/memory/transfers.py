@@ -51,7 +51,7 @@ class Task:
         cause: a `Purpose`, `UPDATE`, or `DISK` (an update of states on the disk).
         nbytes: bytes copied, or processed by the job.
         after: tasks that must run before it.
-        done: whether it has run (on a GPU: was handed to its stream).
+        done: whether it has run (on a GPU: was issued to its stream).
         start: of its run, in seconds of the transfers' clock.
         end: likewise.
     """
@@ -87,7 +87,7 @@ class Task:
 
     @property
     def behind(self) -> bool:
-        """Whether those before it took its time: a thread has not come to its end, or it ends later by the clock."""
+        """Whether earlier tasks delayed it: a thread has not ended it, or it ends later by the clock."""
         return (self.signal is not None and not self.done) or self.end > self.link.now()
 
     @property
@@ -131,7 +131,7 @@ class Task:
 
 
 class TaskRunner(Protocol):
-    """Runs tasks, and decides when."""
+    """Runs tasks, and chooses their times."""
 
     def begin(self, task: Task) -> None:
         """Accept a task; it may run from now on."""
@@ -158,7 +158,7 @@ class Latest:
         """Do nothing yet."""
 
     def finish(self, task: Task) -> None:
-        """Run the tasks before it, then itself."""
+        """Run the tasks before it, then the task."""
         for before in task.after:
             self.finish(before)
         if not task.done:
@@ -173,7 +173,7 @@ class Shuffled:
         self._pending: list[Task] = []
 
     def begin(self, task: Task) -> None:
-        """Keep the task, and run some that are pending."""
+        """Queue the task, and run some pending ones."""
         self._pending.append(task)
         self._run_some()
 
@@ -194,7 +194,7 @@ class Shuffled:
 class ThreadRunner:
     """Runs jobs on host threads, one per queue, in order; copies at once, unless a task before them is still open.
 
-    On a GPU a copy is handed to the stream of its queue, and `wait` lets the current stream wait for it.
+    On a GPU a copy is issued to the stream of its queue, and `wait` makes the current stream wait for it.
 
     Args:
         device: the upper tier.
@@ -210,7 +210,7 @@ class ThreadRunner:
         weakref.finalize(self, _end, weakref.ref(self), self._queues, self._threads)
 
     def begin(self, task: Task) -> None:
-        """Run a task in this thread, hand it to its stream, or to its queue's thread."""
+        """Run a task in this thread, issue it to its stream, or queue it for its queue's thread."""
         if task.copies and self._streams["up"] is not None:
             task.ready = accelerator.record(self._device)
         if task.copies and all(before.done for before in task.after):
@@ -227,7 +227,7 @@ class ThreadRunner:
         queue.put(task)
 
     def finish(self, task: Task) -> None:
-        """Wait for the thread; on a GPU let the current stream wait."""
+        """Wait for the thread; on a GPU make the current stream wait."""
         if task.signal is not None and not task.signal.wait(self._timeout):
             raise OffloadError(
                 f"{task.cause} of {task.label} has not ended for {self._timeout:g} s. If the host or its disk is only "
@@ -279,7 +279,7 @@ def _end(
 
 
 class VirtualClock(Protocol):
-    """A clock on which time passes only by calls."""
+    """A clock that advances only by calls."""
 
     now: float
 
@@ -327,7 +327,7 @@ class Transfers:
     Attributes:
         counts: traffic by purpose, since the last `reset`.
         exposed: seconds that the main thread waited, by cause, since the last `reset`.
-        spans: lists to which spans of tasks are added, one for each trace under way.
+        spans: lists to which spans of tasks are added, one for each running trace.
         stalls: (cause, event before, event after) of waits on a GPU that were not yet added to `exposed`.
     """
 
@@ -350,7 +350,7 @@ class Transfers:
         """Begin to copy `source` into `into`, of the same number of elements ([Note: a copy in flight]).
 
         Args:
-            padding: elements of it that hold no data.
+            padding: elements that hold no data.
         """
         count = self.counts.setdefault(purpose, Count())
         count.elements += source.numel() - padding
@@ -394,12 +394,12 @@ class Transfers:
             self.spans = tuple(other for other in self.spans if other is not spans)
 
     def note(self, label: str, start: float) -> None:
-        """Enter the main thread's computation since `start` into every trace under way."""
+        """Record the main thread's computation since `start` in every running trace."""
         for spans in self.spans:
             spans.append(TaskSpan(label, COMPUTE, start, self.now()))
 
     def reset(self) -> tuple[dict[Purpose, Count], dict[str, float]]:
-        """Return the counts and exposed seconds, and start again from zero."""
+        """Return the counts and exposed seconds, and restart from zero."""
         waiting = []
         for cause, before, after in self.stalls:  # on a GPU the last of them may not be over yet
             if after.query():

@@ -125,13 +125,13 @@ def new_stream(device: torch.device) -> torch.Stream | None:
 
 
 def inside(stream: torch.Stream) -> AbstractContextManager[object]:
-    """Inside, operations start in this stream."""
+    """Start operations in this stream inside."""
     block: AbstractContextManager[object] = _ask(stream.device, "stream")(stream)
     return block
 
 
 def record(device: torch.device, timed: bool = False) -> torch.Event | None:
-    """An event behind all operations of the current stream so far; None on a CPU.
+    """An event after all operations of the current stream so far; None on a CPU.
 
     Args:
         timed: whether `elapsed_time` will be called on it.
@@ -144,7 +144,7 @@ def record(device: torch.device, timed: bool = False) -> torch.Event | None:
 
 
 def wait_in_stream(device: torch.device, event: torch.Event) -> None:
-    """Let operations that are started from now on wait for an event; the host goes on."""
+    """Make operations that are started from now on wait for an event; the host goes on."""
     if is_accelerator(device):
         _ask(device, "current_stream")(device).wait_event(event)
 
@@ -177,12 +177,12 @@ def register(device: torch.device, address: int, nbytes: int) -> Callable[[], ob
 
 
 def total_memory(device: torch.device) -> int | None:
-    """All of the device's bytes; None on a CPU, whose memory is the host's."""
+    """Total bytes of the device; None on a CPU, whose memory is the host's."""
     return int(_ask(device, "get_device_properties")(device).total_memory) if is_accelerator(device) else None
 
 
 def taken_memory(device: torch.device) -> int:
-    """Bytes that torch's allocator cannot have: of contexts, libraries and other processes; 0 on a CPU."""
+    """Bytes that torch's allocator cannot use: of contexts, libraries and other processes; 0 on a CPU."""
     if not is_accelerator(device):
         return 0
     _ask(device, "empty_cache")()
@@ -191,12 +191,12 @@ def taken_memory(device: torch.device) -> int:
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """The most bytes that torch's allocator gave out since the start; None on a CPU, where it does not count."""
+    """Peak bytes of torch's allocator since the start; None on a CPU, where it does not count."""
     return int(_ask(device, "max_memory_allocated")(device)) if is_accelerator(device) else None
 
 
 def limit_memory(device: torch.device, nbytes: int | None) -> None:
-    """Limit torch's allocator to so many bytes, or lift an earlier limit; without effect on a CPU."""
+    """Limit torch's allocator to `nbytes`, or lift an earlier limit; without effect on a CPU."""
     total = total_memory(device)
     if total is None or (nbytes is None and device not in _limited):
         return

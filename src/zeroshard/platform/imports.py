@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Import inside without collections; what exists at the end counts as old, as if it had survived some."""
+    """Import inside without garbage collections; all objects at the end count as old, as if they had survived some."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -22,7 +22,7 @@ def uncollected() -> Iterator[None]:
 
 @contextlib.contextmanager
 def kept_imports() -> Iterator[None]:
-    """Import inside without collections, and leave the objects that exist at the end out of later ones (`gc.freeze`).
+    """Import inside without collections, and exclude the objects that exist at the end from later ones (`gc.freeze`).
 
     For processes of our own: modules live as long as the process, and pages that no collection writes stay shared by
     the processes that are forked.

@@ -14,7 +14,7 @@ PREFIX = "zeroshard::"
 
 
 def named(action: str, label: object = "") -> profiler.record_function:
-    """A range of this thread: an action and what it is done to."""
+    """A range of this thread: an action and its object."""
     return profiler.record_function(f"{PREFIX}{action} {label}".rstrip())
 
 

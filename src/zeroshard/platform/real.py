@@ -21,7 +21,7 @@ class Platform:
     """Clock, network, memory and disk of a rank; `Rehearsal` overrides the methods that it imitates.
 
     Attributes:
-        imitates: whether `skips` is to be asked.
+        imitates: whether callers must check `skips`.
         now: seconds of a clock that the processes of a machine share.
     """
 

@@ -38,7 +38,7 @@ class Clock:
     Attributes:
         now: seconds since the start.
         spent: seconds by cause; they add up to `now`.
-        cause: of the present operations.
+        cause: of the current operations.
         link_free: time from which each link is free.
         stands: whether the clock is stopped, for operations that would run beside the main thread.
         waits: for transfers, as (end, seconds).
@@ -52,7 +52,7 @@ class Clock:
     waits: list[tuple[float, float]] = field(default_factory=list)
 
     def spend(self, seconds: float, cause: str | None = None) -> None:
-        """Advance the clock, unless it stands."""
+        """Advance the clock, unless it is stopped."""
         if self.stands:
             return
         self.now += seconds
@@ -89,7 +89,7 @@ class Rehearsal(Platform):
         shares: whether the ranks are assumed to share memory, where the plan lets them.
         values: whether tensors have values; a collective then fills results with this rank's own.
         measured: whether compute time is measured CPU time; the clock then only adds the time of collectives.
-        apart: whether the CPU time of copies between tiers and of host jobs counts by their causes then.
+        apart: whether the CPU time of copies between tiers and of host jobs then counts by their causes.
         clock: of the rehearsal.
         wire_seconds: gives the time of a collective; 0 by default.
         link_of: gives the link that a collective takes; one for all by default.
@@ -97,7 +97,7 @@ class Rehearsal(Platform):
         compute: called with the bytes and the number of skipped operations.
         task_seconds: gives the time of a copy between tiers, or of a host job; 0 by default.
         make_on_host: makes each buffer that is not on the device.
-        host_room: bytes of the host's memory for this rank.
+        host_room: bytes of host memory for this rank.
     """
 
     imitates: ClassVar[bool] = True
@@ -145,7 +145,7 @@ class Rehearsal(Platform):
         return not self.values
 
     def rooms(self) -> list[Room]:
-        """None: the rehearsed machine is another one, whose memory the planner knows."""
+        """None: the rehearsed machine is another one; the planner has its memory."""
         return []
 
     def host(self, ledger: Ledger, device: torch.device) -> HostMemory:
@@ -184,7 +184,7 @@ class MeasuredTasks(Eager):
         self._clock = clock
 
     def begin(self, task: Task) -> None:
-        """Run the task; its time is none of the main thread's own."""
+        """Run the task; its time is not counted as the main thread's."""
         before, start = self._clock.spent["aside"], time.process_time()
         task.run()
         seconds = time.process_time() - start - (self._clock.spent["aside"] - before)
@@ -200,14 +200,14 @@ class RehearsedNetwork(Network):
         self._rehearsal = rehearsal
 
     def gather(self, full: torch.Tensor, own: torch.Tensor, group: Group, bounds: Bounds = None) -> dist.Work:
-        """As if every rank held `own`."""
+        """A gather in which every rank holds `own`."""
         super().gather(full, own, group, bounds)
         return self._rehearsal.begin("gather", full.nbytes)
 
     def exchange(
         self, full: torch.Tensor, group: Group, scratch: Scratch, bounds: Bounds = None
     ) -> tuple[dist.Work, Arrival]:
-        """As if every rank sent what this one sends."""
+        """An exchange in which every rank sends the same as this one."""
         _, arrival = super().exchange(full, group, scratch, bounds)
         return self._rehearsal.begin("exchange", full.nbytes), arrival
 
@@ -226,11 +226,11 @@ class RehearsedNetwork(Network):
     def all_to_all_rows(
         self, into: torch.Tensor, rows: torch.Tensor, receives: list[int], sends: list[int], group: Group
     ) -> dist.Work:
-        """As if every rank had rows such as these; their values are not filled in."""
+        """An exchange in which every rank has rows such as these; their values are not filled in."""
         return self._rehearsal.begin("exchange", max(into.nbytes, rows.nbytes))
 
     def all_reduce(self, tensor: torch.Tensor, group: Group, maximum: bool) -> dist.Work:
-        """As if every rank held the same."""
+        """An all-reduce in which every rank holds the same."""
         rehearsal = self._rehearsal
         if rehearsal.values and not maximum:
             start = time.process_time()
@@ -239,12 +239,12 @@ class RehearsedNetwork(Network):
         return rehearsal.begin("all-reduce", tensor.nbytes)
 
     def gather_frames(self, frame: bytes, group: Group) -> tuple[dist.Work | None, Callable[[], list[bytes]]]:
-        """As if every rank sent the same frame; ends at once, and is not counted."""
+        """A gather in which every rank sends the same frame; ends at once, and is not counted."""
         self._rehearsal.begin("gather", len(frame) * self._ranks).wait()
         return None, lambda: [frame] * self._ranks
 
     def broadcast(self, tensor: torch.Tensor, source: int, group: Group) -> dist.Work | None:
-        """As if the source had this rank's values."""
+        """A broadcast in which the source has this rank's values."""
         return Imagined(self._rehearsal.clock)
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int, group: Group) -> dist.Work | None:
@@ -259,7 +259,7 @@ class RehearsedNetwork(Network):
 
 
 class OwnMemory(SharedMemory):
-    """Ordinary buffers of this process, in the place of memory shared with ranks that do not exist."""
+    """Ordinary buffers of this process, instead of memory shared with ranks that do not exist."""
 
     def __init__(self, rank: int, ranks: int, rehearsal: Rehearsal) -> None:
         self.rank, self.ranks = rank, ranks
@@ -283,11 +283,11 @@ class OwnMemory(SharedMemory):
         return tensor.untyped_storage()._cdata in self._shared
 
     def publish(self, label: str, tensor: torch.Tensor) -> None:
-        """Keep a buffer, to be read as if it were another rank's."""
+        """Store a buffer, to be read as another rank's."""
         self._published[label] = tensor
 
     def theirs(self, rank: int, label: str, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """This rank's own buffer; other elements where it has not as many."""
+        """This rank's own buffer; zeros where it has too few elements."""
         own = self._published[label].view(dtype)
         return own[start : start + numel] if start + numel <= own.numel() else own.new_zeros(numel)
 

@@ -42,7 +42,7 @@ class Signal(IntEnum):
 
 
 class SharedMemory:
-    """The mapped file and the semaphores in it. All ranks of a group make it together.
+    """The mapped file and the semaphores in it. All ranks of a group make it in one collective call.
 
     Args:
         rank: this rank's number in the group.
@@ -69,7 +69,7 @@ class SharedMemory:
         weakref.finalize(self, _close, [*self._pidfds.values(), descriptor])  # buffers that are still held stay valid
 
     def common(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A zeroed 1-D buffer in memory common to all ranks; all must ask for the same ones in the same order.
+        """A zeroed 1-D buffer in memory common to all ranks, which all make in the same order.
 
         Raises:
             PlanError: no room.
@@ -77,7 +77,7 @@ class SharedMemory:
         return self._allocate(0, numel, dtype)
 
     def mine(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A zeroed 1-D buffer of this rank, which the others can read.
+        """A zeroed 1-D buffer of this rank, which the other ranks can read.
 
         Raises:
             PlanError: no room.
@@ -195,7 +195,7 @@ class _Timespec(ctypes.Structure):
 
 
 def share(rank: int, ranks: int, agree_on: Callable[[Any, str], list[Any]], nbytes: int) -> "SharedMemory | str":
-    """Memory that all ranks share, or why there can be none; a collective call.
+    """Memory that all ranks share, or the reason why there is none; a collective call.
 
     Args:
         agree_on: gives every rank's value, in rank order.
@@ -227,7 +227,7 @@ def share(rank: int, ranks: int, agree_on: Callable[[Any, str], list[Any]], nbyt
 
 
 def offer(ranks: int) -> tuple[int, dict[str, Any]]:
-    """Make the memory; returns the open file, and the facts by which other ranks find it.
+    """Make the memory; returns the open file, and the facts with which other ranks open it.
 
     Raises:
         OSError: /dev/shm is missing, or cannot hold such a file.
@@ -248,7 +248,7 @@ def offer(ranks: int) -> tuple[int, dict[str, Any]]:
 
 
 def accept(process: int, offered: dict[str, Any]) -> int:
-    """Open what rank 0, which runs as `process` on this machine, offers.
+    """Open the file of rank 0, which runs as `process` on this machine, from its facts.
 
     Raises:
         OSError: the file cannot be reached, or is another one.
@@ -289,7 +289,7 @@ def _head(ranks: int) -> int:
 
 
 def _region(number: int, ranks: int) -> int:
-    """Where region `number` begins: 0 is common, 1 + r is rank r's."""
+    """The start of region `number`: 0 is common, 1 + r is rank r's."""
     first = -(-(_head(ranks) + ranks * SLOTS * 8) // PAGE) * PAGE
     return first + number * REGION
 

@@ -1,8 +1,8 @@
-"""Tensors of all ranks side by side in shared memory: the operands of sums and gathers of activations.
+"""Tensors of all ranks in shared memory: the operands of sums and gathers of activations.
 
-Each rank copies its tensor into a buffer that the others can read, and signals. Operations may be under way at once and
-end in any order, which is the same on all ranks: the n-th signal of a rank that it has read tells of the operation that
-was the n-th to end. A buffer is written again when all ranks have read it.
+Each rank copies its tensor into a buffer that the others can read, and signals. Several operations may be in flight,
+and they end in any order, which is the same on all ranks: the n-th signal of a rank that it has read is of the n-th
+operation to end. A buffer is written again when all ranks have read it.
 """
 
 from collections import deque
@@ -28,11 +28,11 @@ class SharedOperands:
 
     @property
     def used(self) -> dist.Work | None:
-        """Work that ends when the next buffer may be written; None if it may be now."""
+        """Work that ends when the next buffer may be written; None if it may be written now."""
         return self._memory.work(Signal.READ, self._free[0][0]) if len(self._free) > RESTING else None
 
     def put(self, *pieces: torch.Tensor) -> "Operands":
-        """Show pieces of one dtype to the other ranks, one behind the other; `used` has ended."""
+        """Show pieces of one dtype to the other ranks, one after the other; called once `used` has ended."""
         nbytes = sum(piece.nbytes for piece in pieces)
         if len(self._free) > RESTING:
             _, label, buffer = self._free.popleft()
@@ -50,19 +50,19 @@ class SharedOperands:
         return Operands(self, label, buffer, pieces[0])
 
     def end(self, label: str, buffer: torch.Tensor) -> None:
-        """This rank has read the operands of an operation."""
+        """Signal that this rank has read the operands of an operation."""
         self._ended += 1
         self._memory.post(Signal.READ)
         self._free.append((self._ended, label, buffer))
 
     @property
     def memory(self) -> SharedMemory:
-        """In which the buffers are."""
+        """The memory of the buffers."""
         return self._memory
 
 
 class Operands(dist.Work):
-    """The tensors of all ranks, once the work is done; to be read before `done`."""
+    """The tensors of all ranks; valid from the end of the work until `done`."""
 
     def __init__(self, operands: SharedOperands, label: str, buffer: torch.Tensor, own: torch.Tensor) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Operands(dist.Work):
         self._arrived = operands.memory.work(Signal.REDUCE)
 
     def is_completed(self) -> bool:
-        """Whether all are there."""
+        """Whether all have arrived."""
         return self._arrived.is_completed()
 
     def wait(self, timeout: timedelta = timedelta(seconds=300)) -> bool:
@@ -78,7 +78,7 @@ class Operands(dist.Work):
         return self._arrived.wait(timeout)
 
     def of(self, rank: int, shape: torch.Size | tuple[int, ...], first: int = 0) -> torch.Tensor:
-        """What a rank shows, or of another rank's pieces those elements from `first` on that have a shape."""
+        """A rank's tensor; of another rank, the elements of this shape from `first` on in its pieces."""
         size, memory = torch.Size(shape), self._operands.memory
         if rank == memory.rank:
             return self._own
@@ -87,5 +87,5 @@ class Operands(dist.Work):
         return memory.theirs(rank, self._label, first, size.numel(), self._own.dtype).view(size)
 
     def done(self) -> None:
-        """This rank has read them all."""
+        """Release the tensors, once this rank has read all."""
         self._operands.end(self._label, self._buffer)

@@ -47,7 +47,7 @@ class Arrival:
     """The ranks' copies of this rank's slice, complete once the work is done.
 
     Attributes:
-        scratch: the buffer of the copies, to be handed back after use; None where they are read in place.
+        scratch: the buffer of the copies, returned after use; None where they are read in place.
     """
 
     def __init__(self, copies: Callable[[], list[torch.Tensor]], scratch: torch.Tensor | None) -> None:
@@ -117,24 +117,24 @@ class Network:
     def all_to_all_rows(
         self, into: torch.Tensor, rows: torch.Tensor, receives: list[int], sends: list[int], group: Group
     ) -> dist.Work:
-        """Start to send each rank so many of `rows` [R, ...], and to receive so many from each in `into` [M, ...]."""
+        """Start to send each rank its number of `rows` [R, ...], and to receive each rank's in `into` [M, ...]."""
         return self.all_to_all(into, rows, receives, sends, group)
 
     def all_reduce(self, tensor: torch.Tensor, group: Group, maximum: bool) -> dist.Work:
-        """Start to overwrite `tensor` with the sum of all ranks' or with the largest of each element."""
+        """Start to overwrite `tensor` with the sum, or with the elementwise maximum, over all ranks."""
         kind = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
         work: dist.Work = dist.all_reduce(tensor, kind, group=group, async_op=True)
         return work
 
     def gather_frames(self, frame: bytes, group: Group) -> tuple[dist.Work | None, Callable[[], list[bytes]]]:
-        """Start to send every rank a frame, equally long on all; the second result gives all, once they are there."""
+        """Start to send every rank a frame of equal length on all; the second result gives all, once complete."""
         mine = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
         everyone = torch.empty(self._ranks * len(frame), dtype=torch.uint8)
         work = dist.all_gather_single(everyone, mine, group=group, async_op=True)
         return work, lambda: [part.numpy().tobytes() for part in everyone.split(len(frame))]
 
     def broadcast(self, tensor: torch.Tensor, source: int, group: Group) -> dist.Work | None:
-        """Start to overwrite `tensor` with that of rank `source`."""
+        """Start to overwrite `tensor` with rank `source`'s."""
         work: dist.Work | None = dist.broadcast(tensor, group=group, group_src=source, async_op=True)
         return work
 
@@ -144,7 +144,7 @@ class Network:
         return dist.isend(sent, group=group, group_dst=peer, tag=tag)
 
     def receive(self, into: torch.Tensor, peer: int, tag: int, group: Group) -> dist.Work | None:
-        """Start to fill `into` with a tensor that a rank sends."""
+        """Start to fill `into` with a rank's tensor."""
         if not _is_closed_to(group, into):
             return dist.irecv(into, group=group, group_src=peer, tag=tag)
         staged = torch.empty_like(into, device="cpu")
@@ -174,7 +174,7 @@ class _StagedMessage(dist.Work):
 
 
 def _is_closed_to(group: Group, tensor: torch.Tensor) -> bool:
-    """Whether a message goes through host memory: gloo reads a device's memory in collectives alone."""
+    """Whether a message goes through host memory: gloo reads device memory in collectives alone."""
     return is_accelerator(tensor.device) and dist.get_backend(group) == "gloo"
 
 
@@ -195,8 +195,8 @@ class Shared:
 
     Attributes:
         memory: as given.
-        under_way: exchanges that this rank has not read yet, in the order in which all ranks must read them, with who
-            reads each: a signal that one was read does not say which.
+        under_way: exchanges that this rank has not read yet, in the order in which all ranks must read them, each with
+            its reader: a signal of a read does not say which exchange was read.
     """
 
     def __init__(self, memory: SharedMemory) -> None:
@@ -213,7 +213,7 @@ class Shared:
         return _Copying(self.memory, full, own, label, bounds)
 
     def exchange(self, full: torch.Tensor, label: str, bounds: Bounds = None) -> tuple[dist.Work, Arrival]:
-        """Let every rank read its slice of `full` [N*S], and read all copies of this rank's own."""
+        """Show every rank its slice of `full` [N*S], and read all copies of this rank's own."""
         memory = self.memory
         memory.publish(label, full)
         memory.post(Signal.REDUCE)
@@ -230,7 +230,7 @@ class Shared:
 
 
 class _Copying(dist.Work):
-    """Copies the other ranks' slices out of their memory once they are there, and waits until all have copied."""
+    """Copies the other ranks' slices out of their memory once they are complete, and waits until all have copied."""
 
     def __init__(self, memory: SharedMemory, full: torch.Tensor, own: torch.Tensor, label: str, bounds: Bounds) -> None:
         super().__init__()
