@@ -1,6 +1,6 @@
 """Checkpoints on disk: safetensors shards and one JSON manifest, tensors by logical name and box, no pickle.
 
-This package knows files, names and boxes; `zeroshard.engine.state` maps the parts of a model to them.
+This package handles files, names and boxes; `zeroshard.engine.state` maps the parts of a model to them.
 """
 
 from zeroshard.checkpoint.boxes import Box

@@ -41,7 +41,7 @@ class Box:
         return math.prod(self.shape)
 
     def inside(self, whole: "Box") -> bool:
-        """Whether this is a box, all of whose elements are in `whole`."""
+        """Whether this is a box with all elements in `whole`."""
         if not len(self.start) == len(self.shape) == len(whole.shape):
             return False
         for start, length, origin, size in zip(self.start, self.shape, whole.start, whole.shape, strict=True):
@@ -59,12 +59,12 @@ class Box:
         return _position(self.start, within)
 
     def end(self, within: "Box") -> int:
-        """The position after that of the last element among those of `within`; the box has elements."""
+        """The position after the last element, among the elements of `within`; the box has elements."""
         last = (start + length - 1 for start, length in zip(self.start, self.shape, strict=True))
         return _position(last, within) + 1
 
     def __str__(self) -> str:
-        """The box as Python writes slices, such as `0:2,3:7`."""
+        """The box in the form of Python's slices, such as `0:2,3:7`."""
         return ",".join(f"{start}:{start + length}" for start, length in zip(self.start, self.shape, strict=False))
 
 
@@ -80,7 +80,7 @@ class BoxValues(NamedTuple):
 
 
 def cut(box: Box, low: int, high: int) -> list[Box]:
-    """The fewest boxes that hold the elements [low, high) of `box`, in row-major order.
+    """The fewest boxes that contain the elements [low, high) of `box`, in row-major order.
 
     These are the rest of a first row, the whole rows after it, and the beginning of a last row, where a row has one
     dimension less and is cut likewise: at most 2 * dimensions - 1 boxes.
@@ -108,7 +108,7 @@ def cut(box: Box, low: int, high: int) -> list[Box]:
 
 
 def intersection(a: Box, b: Box) -> Box | None:
-    """The elements that are in both boxes of a tensor; None if there are none."""
+    """The common elements of two boxes of a tensor; None if there are none."""
     starts, lengths = [], []
     for start, length, other, other_length in zip(a.start, a.shape, b.start, b.shape, strict=True):
         low, high = max(start, other), min(start + length, other + other_length)
@@ -135,7 +135,7 @@ def one_by_one(boxes: Sequence[Box], values: torch.Tensor) -> list[BoxValues]:
 
 
 def copy_common(targets: Sequence[BoxValues], values: torch.Tensor, held: Sequence[Box]) -> int:
-    """Copy into the targets the elements that they have in common with a flat tensor.
+    """Copy into the targets the elements that they share with a flat tensor.
 
     Args:
         values: the source, in which the boxes `held` lie one after the other.
@@ -154,7 +154,7 @@ def copy_common(targets: Sequence[BoxValues], values: torch.Tensor, held: Sequen
 
 
 def tiles(boxes: Iterable[Box], shape: tuple[int, ...]) -> bool:
-    """Whether boxes hold every element of a tensor exactly once, in time linear in their number.
+    """Whether boxes contain every element of a tensor exactly once, in time linear in their number.
 
     [Note: random volumes] Volumes that add up to that of the tensor prove nothing: an overlap may be as large as a gap.
     So each coordinate of each dimension gets a random mark, and a length is the difference of two

@@ -30,7 +30,7 @@ from zeroshard.errors import CheckpointError
 
 @dataclass(slots=True)
 class WriteOrder:
-    """One checkpoint as one rank is to write it.
+    """An order to write this rank's part of one checkpoint.
 
     Attributes:
         token: part of the name of the temporary folder, unique to this attempt.
@@ -55,7 +55,7 @@ class WriteOrder:
 
 
 def write(order: WriteOrder, mesh: Mesh, coordination: Coordination) -> None:
-    """Carry out an order; every rank calls it, and all succeed or all raise.
+    """Carry out an order; called on every rank, and all succeed or all raise.
 
     Raises:
         CheckpointError: a rank could not write.

@@ -1,4 +1,4 @@
-"""The disk operations of a checkpoint in one place: each can fail, and tests make each fail."""
+"""The disk operations of a checkpoint in one file: each can fail, and tests make each fail."""
 
 import contextlib
 import os
@@ -17,10 +17,10 @@ class CheckpointDisk:
     """
 
     def reached(self, operation: str, path: Path) -> None:
-        """An operation is about to begin."""
+        """Called at the start of every operation."""
 
     def make_folder(self, path: Path) -> None:
-        """Make a folder and its missing parents, and sync their names; every rank calls it, so the folder may exist."""
+        """Make a folder and its missing parents, and sync their names; all ranks call it, so the folder may exist."""
         self.reached("make folder", path)
         made = [folder for folder in path.parents if not folder.exists()]
         path.mkdir(parents=True, exist_ok=True)

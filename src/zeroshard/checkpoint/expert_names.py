@@ -31,7 +31,7 @@ class ExpertNames:
 
     Attributes:
         block: the module around router and experts, which is `mlp` in models.
-        parts: names of an expert's weights, by that of the stacked one; first the gate, then what it gates.
+        parts: names of an expert's weights, by the stacked name; first the gate, then the gated weight.
     """
 
     block: str
@@ -67,10 +67,10 @@ class Excerpt:
 
 
 def in_files(name: str, shape: Shape, family: ExpertNames | None) -> Iterator[Excerpt]:
-    """What stands for a tensor of a model in the files of its family.
+    """The tensors in the files of a family that make up a tensor of a model.
 
     Args:
-        family: None for one whose names are the same.
+        family: None for one with the same names in its files.
     """
     found = STACKED.fullmatch(name) if family is not None and len(shape) == 3 else None
     if family is None:
@@ -99,7 +99,7 @@ class Tensors(Protocol):
 
 
 class StackedTensors:
-    """Tensors of files under a model's names: those of single experts as stacks, all others as they are.
+    """Tensors of files under a model's names: single experts as stacks, all others unchanged.
 
     Args:
         path: of the files, for messages.
@@ -167,7 +167,7 @@ class StackedTensors:
                 self._tensors.fill(source, [part])
 
     def _parts(self, name: str, target: BoxValues) -> Iterator[tuple[str, BoxValues]]:
-        """The tensors of single experts that a box takes in, each with its box there and where its values go."""
+        """The tensors of single experts that a box contains, each with its box there and the view for its values."""
         (first, row, column), (count, rows, columns) = target.box.start, target.box.shape
         height = self.shapes[name][1] // len(self._stacks[name][0])
         for expert in range(first, first + count):

@@ -38,7 +38,7 @@ def plain(value: Any) -> Any:
 
 
 def setting(value: Any) -> Any:
-    """The option or scalar state that `plain` was given; lists of JSON become tuples.
+    """The inverse of `plain`: an option or scalar state; lists of JSON become tuples.
 
     Raises:
         ValueError: `plain` makes no such value.
@@ -67,9 +67,9 @@ def shown(value: Any) -> str:
 
 
 def kept(value: Any, at: str = "extra") -> Any:
-    """A value of the user's in JSON: what JSON has stays as it is, but for tuples, which become lists.
+    """A value of the user's in JSON; JSON's own values stay as they are, but tuples become lists.
 
-    So are tables with whole numbers as keys, NaN and infinities, dtypes and scalar tensors kept, as schedulers have.
+    Tables with whole numbers as keys, NaN and infinities, dtypes and scalar tensors (of schedulers) are kept too.
 
     Raises:
         ValueError: it holds something else, with its place.
@@ -94,7 +94,7 @@ def kept(value: Any, at: str = "extra") -> Any:
 
 
 def given(value: Any) -> Any:
-    """The value that `kept` was given.
+    """The inverse of `kept`.
 
     Raises:
         ValueError: `kept` makes no such value.

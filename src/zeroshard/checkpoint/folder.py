@@ -46,7 +46,7 @@ def put_aside(path: Path, disk: CheckpointDisk | None = None) -> Path:
 
 
 def clear(folder: Path, disk: CheckpointDisk | None = None) -> None:
-    """Remove checkpoints that a dead run left half written or half removed; no run may be writing into the folder."""
+    """Remove half-written and half-removed checkpoints of a dead run; no run may be writing into the folder."""
     if folder.is_dir():
         for path in folder.iterdir():
             if LEFT_OVER.fullmatch(path.name):

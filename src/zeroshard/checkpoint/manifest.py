@@ -35,7 +35,7 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in CODES}
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A box of a tensor: its file, in which its values lie flat, and the CRC-32 of each block of their bytes.
+    """A box of a tensor: its file, with its values in flat form, and the CRC-32 of each block of their bytes.
 
     Attributes:
         flattened: the shape of the tensor, if the box is a range of its elements ([Note: format 2]).
@@ -97,7 +97,7 @@ class Manifest:
         """The content of the file, in the current format.
 
         Raises:
-            ValueError: a fact is NaN or infinite, which JSON does not have.
+            ValueError: a fact is NaN or infinite, which JSON lacks.
         """
         files = {name: [entry.nbytes, entry.header_crc32] for name, entry in self.files.items()}
         tensors = {
@@ -159,7 +159,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _way_out(folder: Path) -> str:
-    """What to do where a folder holds no manifest."""
+    """The way out where a folder holds no manifest."""
     if unfinished := next(folder.parent.glob(f"{glob.escape(folder.name)}.tmp-*"), None):
         return (
             f"{unfinished.name} beside it is still being written, or its writer has ended: wait with "
@@ -169,7 +169,7 @@ def _way_out(folder: Path) -> str:
 
 
 def _parsed(table: dict[str, Any]) -> Manifest:
-    """The manifest in a table, all of it checked.
+    """The manifest in a table, after a check of all of it.
 
     Raises:
         ValueError, TypeError, KeyError, AttributeError: the problem.

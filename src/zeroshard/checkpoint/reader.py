@@ -42,7 +42,7 @@ class Reader:
         return self._kinds.get(name, [])
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """The shape of a tensor, or None if it is not there."""
+        """The shape of a tensor, or None if it is missing."""
         return self.tensors[name].shape if name in self.tensors else None
 
     def read(self, name: str, into: torch.Tensor, start: int) -> None:
@@ -68,7 +68,7 @@ class Reader:
         self._fill(name, inside, sum(target.values.numel() for target in targets), f"{boxes}'")
 
     def whole(self, name: str, rank: int = 0) -> torch.Tensor:
-        """The copy of a tensor that `rank` wrote, or the first if it wrote none; flat and in its own dtype."""
+        """The copy of a tensor from `rank`, or the first copy if `rank` wrote none; flat and in its own dtype."""
         entry = self._entry(name)
         own = (chunk for chunk in entry.chunks if chunk.file == file_of(rank, len(self.files)))
         chunk = next(own, entry.chunks[0])
@@ -130,7 +130,7 @@ class Reader:
         return self._positions[name]
 
     def _copy(self, name: str, chunk: Chunk, targets: Sequence[BoxValues]) -> int:
-        """Fill boxes with their elements in a chunk; returns the number."""
+        """Fill boxes with their elements in a chunk; returns the number of elements."""
         step, filled, wanted = BLOCK // self.tensors[name].dtype.itemsize, 0, [target.box for target in targets]
         near = extent(chunk.boxes(0, chunk.numel), wanted)
         numbers = range(near.start // step, -(-near.stop // step))

@@ -26,7 +26,7 @@ def streams(device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def restore(name: str, state: torch.Tensor, device: torch.device) -> None:
-    """Set a stream to a state of `streams`; a stream that this process does not have is left out."""
+    """Set a stream to a state of `streams`; a stream that this process lacks is skipped."""
     content = state.numpy().tobytes()
     if name == "torch":
         torch.set_rng_state(state)

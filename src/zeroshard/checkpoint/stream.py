@@ -66,7 +66,7 @@ def in_order(dtype: torch.dtype) -> int:
 
 
 def header_of(slots: list[Slot], metadata: dict[str, str] | None = None) -> bytes:
-    """The header of a file that holds `slots`, one behind the other."""
+    """The header of a file that holds `slots`, one after the other."""
     table: dict[str, object] = {"__metadata__": metadata} if metadata else {}
     offset = 0
     for slot in slots:

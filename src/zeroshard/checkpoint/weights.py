@@ -65,7 +65,7 @@ class WeightFiles:
             buffers: their shapes; None for one that is not read. A buffer that the files lack keeps its values.
             ignored: regular expressions for further names that the files may hold.
 
-        Weights of single experts stand for stacked ones where the model has such (`expert_names`).
+        Weights of single experts are stacked where the model has stacks (`expert_names`).
 
         Raises:
             CheckpointError: names are missing or unknown, or two prefixes fit; or a buffer has another shape; or
@@ -105,7 +105,7 @@ class WeightFiles:
         return [name for name in self._places if (name in self._buffers) == (kind == "buffer")]
 
     def shape(self, name: str) -> Shape | None:
-        """The shape of a tensor, or None if it is not there."""
+        """The shape of a tensor, or None if it is missing."""
         places = self._places.get(name.partition(":")[2])
         return self._files.shapes[places[0]] if places else None
 
@@ -131,7 +131,7 @@ class WeightFiles:
         """All of a tensor, flat and in its own dtype.
 
         Raises:
-            CheckpointError: it is not there, or cannot be read.
+            CheckpointError: it is missing, or cannot be read.
         """
         return self._files.whole(self._of(name)[0])
 
@@ -143,7 +143,7 @@ class WeightFiles:
         return places
 
     def _placed(self, names: Mapping[str, str]) -> dict[str, list[str]]:
-        """By the model's first name of each tensor, its names in the files."""
+        """The names in the files of each tensor, by the model's first name."""
         places: dict[str, list[str]] = {}
         for old, new in names.items():
             places.setdefault(self._tied.get(new, new), []).append(old)
@@ -297,7 +297,7 @@ def _refuse_pickle(file: Path) -> None:
 
 
 def _indexed(index: Path) -> dict[Path, list[str] | None]:
-    """The files and names in an index, whose content is checked here."""
+    """The files and names in an index, after a check of its content."""
     with _readable(index):
         if index.stat().st_size > MOST_BYTES:
             raise ValueError(f"it has more than {MOST_BYTES:,} bytes")

@@ -46,14 +46,14 @@ class TensorPiece:
 
 
 class Snapshot:
-    """Copies of a rank's pieces on the host, in buffers that all checkpoints use."""
+    """Copies of a rank's pieces on the host, in buffers that all checkpoints reuse."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._buffers: dict[tuple[str, Box], torch.Tensor] = {}
 
     def take(self, pieces: Iterable[TensorPiece]) -> list[TensorPiece]:
-        """The pieces with copies of their values, which later steps do not change."""
+        """The pieces with copies of their values, unaffected by later steps."""
         before, self._buffers = self._buffers, {}
         copies, devices = [], set[torch.device]()
         for piece in pieces:
@@ -83,7 +83,7 @@ class Coordination(Protocol):
     """Exchange of reports between ranks; calls come in the same order on all ranks."""
 
     def collect(self, report: Any) -> list[Any]:
-        """On rank 0 the report of every rank (plain JSON values), in rank order; on the others nothing is needed."""
+        """On rank 0 the report of every rank (plain JSON values), in rank order; unspecified on the others."""
 
     def broadcast(self, report: Any) -> Any:
         """The report of rank 0, on every rank."""
@@ -142,7 +142,7 @@ class Notes:
         return json.loads(self._wait_for(f"save/{self._token}/end"))
 
     def _wait_for(self, key: str) -> bytes:
-        """Wait for a note while training goes on; once it has ended or waits for this thread, at most the timeout."""
+        """Wait for a note; once training has ended or waits for this thread, at most the timeout."""
         mesh, pause, moved = self._mesh, POLLS[0], time.monotonic()
         assert mesh.store is not None and mesh.failures is not None
         while True:
@@ -184,10 +184,10 @@ class Saving:
 
     Attributes:
         path: its folder once complete.
-        exposed_seconds: for which the caller waited.
-        problem: the failure; None while under way and after success.
+        exposed_seconds: the caller's wait.
+        problem: the failure; None while it is written and after success.
         seen: whether `wait` has raised the problem.
-        under_way: those of all engines of this process, which may be gone before their checkpoints are complete.
+        under_way: savings of all engines of this process, which may be gone before their checkpoints are complete.
     """
 
     under_way: ClassVar[set["Saving"]] = set()
@@ -244,10 +244,10 @@ GRACE = 5.0  # seconds for the last checkpoint of a process that failed
 
 
 class Savings:
-    """Begins checkpoints one after the other, and warns of those that fail.
+    """Begins checkpoints one after the other, and warns of failed ones.
 
     Attributes:
-        last: the checkpoint that was begun last, until its end is noticed.
+        last: the latest checkpoint, until its end is noticed.
     """
 
     def __init__(self) -> None:
@@ -278,7 +278,7 @@ class Savings:
 
 
 def finish_all(seconds: float | None = None) -> None:
-    """Wait for the checkpoints that any engine of this process still writes, at most so long for each."""
+    """Wait for the checkpoints that any engine of this process still writes, at most `seconds` for each."""
     for saving in list(Saving.under_way):
         saving.join(seconds)
 
