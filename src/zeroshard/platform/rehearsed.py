@@ -145,7 +145,7 @@ class Rehearsal(Platform):
         return not self.values
 
     def rooms(self) -> list[Room]:
-        """None: the rehearsed machine is another one; the planner has its memory."""
+        """None: the rehearsed machine is another one; the planner counts its memory."""
         return []
 
     def host(self, ledger: Ledger, device: torch.device) -> HostMemory:
