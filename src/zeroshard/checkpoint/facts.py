@@ -12,7 +12,7 @@ from zeroshard.errors import CheckpointError, DamagedError
 
 SHOWN = 60  # characters of a value in a message
 NOT_FINITE = ("nan", "inf", "-inf")
-SETTING, TABLE = "!setting", "!table"  # keys of what JSON does not have, in values of the user's
+SETTING, TABLE = "!setting", "!table"  # keys of values that JSON lacks, in values of the user's
 
 
 def plain(value: Any) -> Any:

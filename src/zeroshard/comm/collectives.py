@@ -1,7 +1,7 @@
 """Comm: every collective of the engine, counted, labelled and watched.
 
 Counts follow the ZeRO paper (1910.02054, section 7): an all-gather or a reduce-scatter of Ψ elements counts Ψ. What
-one rank really sends is (N-1)/N of that, counted beside it in bytes.
+one rank really sends is (N-1)/N of that, counted separately in bytes.
 
 [Note: fixed-order sums] gloo's reduce-scatter is an all-reduce and a slice (twice the bytes), and no backend promises
 an order. So each rank's gradients go to the rank that owns the slice, which adds them in rank order, in fp32.
@@ -428,7 +428,7 @@ class Comm:
                 silent.append(other)
                 continue
             content = store.get(f"where/{other}")
-            if not content:  # withdrawn between the two calls: that rank goes on
+            if not content:  # withdrawn between the two calls: that rank continues
                 continue
             wait = json.loads(content)
             theirs = Position(*wait["place"])

@@ -241,7 +241,7 @@ def _check_address_space() -> None:
     """Refuse a limit under which gloo's threads cannot start, where gloo would end the process without an error.
 
     Raises:
-        BudgetExceeded: with what is left.
+        BudgetExceeded: with the bytes left.
     """
     for room in find_rooms():
         if room.limit.startswith("RLIMIT_AS") and room.nbytes < CONNECTIONS:

@@ -111,13 +111,13 @@ def _listen_inside(address: str, port: int) -> int | None:
     try:
         return socket.create_server((address, port), backlog=BACKLOG).detach()  # the store closes it
     except OSError:
-        return None  # this process may keep a store there already; torch knows, or says that the port is taken
+        return None  # this process may keep a store there already; torch finds it, or raises that the port is taken
 
 
 def limit_waits(store: Store, timeout: float) -> None:
     """Set a deadline for a TCP store's answers; see [Note: a store that does not answer].
 
-    A rank that asks after `PATIENCE` has its answer or an error by `timeout`.
+    A rank that reads after `PATIENCE` has its answer or an error by `timeout`.
     """
     seconds = max(timeout - PATIENCE, LEAST)
     limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))

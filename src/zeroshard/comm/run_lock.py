@@ -80,7 +80,7 @@ def hold(path: Path, mine: Owner) -> None:
         except BlockingIOError:
             raise ConfigError(f"{path.parent} is taken by another run at this moment; {OTHER_RUN}.") from None
         except OSError:
-            pass  # a file system without locks: two that start in the same instant are not told apart
+            pass  # a file system without locks: two that start in the same instant are not distinguished
         other = _read(file)
         if other is not None and not other.is_same(mine) and not other.is_gone(mine):
             way_out = OTHER_RUN

@@ -289,7 +289,7 @@ class Builder:
     def _kinds(self, unit: Unit, chosen: Chosen) -> Kinds:
         """A unit's parameters by (dtype, trainable, kind of their place).
 
-        Small ones come last, those of one optimizer group side by side: on all ranks alike, whose parts may be uneven.
+        Small ones come last, grouped by optimizer group: in one order on all ranks, whose parts may be uneven.
         """
 
         def order(item: tuple[str, nn.Parameter]) -> tuple[bool, int]:
@@ -395,7 +395,7 @@ class Builder:
         self, weights: Weights, values: torch.Tensor, start: int, groups: list[int], total: HostSum,
         spans: Callable[[HostScratch], Steps],
     ) -> Updater:  # fmt: skip
-        """The host's own Adam where it stands for the user's optimizer, else that one on the host."""
+        """The host's own Adam where it replaces the user's optimizer, else that optimizer on the host."""
         lower, updates, flat = self._lower, self._late, weights.flat
         assert lower is not None and isinstance(updates, HostUpdates)
         padding, unit = flat.index.padding_in(start, start + values.numel()), flat.unit.number

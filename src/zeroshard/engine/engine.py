@@ -318,7 +318,7 @@ class Engine:
         whole.
 
         Args:
-            writer: the rank that writes, whose values all others take; by default every rank writes alike.
+            writer: the rank whose values all other ranks take; by default every rank writes the same.
 
         Raises:
             PlanError: ranks wrote different values; or the call is inside of the model's forward under stage 3.
@@ -401,7 +401,7 @@ class Engine:
         """
         self.flush()
         self._savings.wait()
-        check_settings(self.world, self.optimizer.param_groups)  # waits, since others may still read what they share
+        check_settings(self.world, self.optimizer.param_groups)  # waits, since other ranks may still read shared memory
         facts = self._state.load(Path(path))
         self._take_over()
         self._backward.reductions.never_written = facts["never_written"]

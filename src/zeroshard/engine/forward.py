@@ -296,7 +296,7 @@ class _Watch:
         self.forward, self.gatherer, self.backward, self.unit = forward, gatherer, backward, unit
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Gather the unit before its forward, and free it once the backward has come to its inputs."""
+        """Gather the unit before its forward, and free it once the backward has reached its inputs."""
         if self.forward.transformed(self.unit):
             return
         self.forward.need(self.unit)

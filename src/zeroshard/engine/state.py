@@ -72,7 +72,7 @@ class State:
             wait: return only once it is on the disk.
 
         Raises:
-            CheckpointError: the path exists or cannot be made, `facts` is no JSON; or with `wait`, what went wrong.
+            CheckpointError: the path exists or cannot be made, `facts` is no JSON; or with `wait`, the write failed.
         """
         mesh, comm = self._world.mesh, self._world
         order = WriteOrder(path, "", [], {}, _merged, keep)
@@ -91,7 +91,7 @@ class State:
         """Take weights, optimizer states and random numbers from a checkpoint; returns its facts; a collective call.
 
         Raises:
-            CheckpointError: it is of another model or optimizer. DamagedError: it is not what was written.
+            CheckpointError: it is of another model or optimizer. DamagedError: its content differs from its digests.
         """
         facts: dict[str, Any] = {}
         problem: CheckpointError | None = None

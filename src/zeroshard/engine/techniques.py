@@ -43,7 +43,7 @@ def _experts(plan: Plan) -> Technique | None:
     return ExpertTechnique(plan.experts, plan.transport)
 
 
-TECHNIQUES: list[Callable[[Plan], Technique | None]] = [_experts, _tensor]  # makes those that a plan asks for
+TECHNIQUES: list[Callable[[Plan], Technique | None]] = [_experts, _tensor]  # makes those of a plan
 
 
 def techniques_of(plan: Plan) -> list[Technique]:

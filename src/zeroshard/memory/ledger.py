@@ -251,8 +251,8 @@ class Arena:
     `take` gives the smallest free buffer that is large enough, or a new one, so that nothing is allocated after the
     first steps.
 
-    [Note: C_B] Constant buffers of ZeRO-R (1910.02054, section 6.2): what is lent here is as large as the largest unit,
-    whatever the number of units, since a unit hands its buffers back before the next but one takes them.
+    [Note: C_B] Constant buffers of ZeRO-R (1910.02054, section 6.2): the arena is as large as the largest unit needs,
+    whatever the number of units, since a unit returns its buffers before the next but one takes them.
 
     Args:
         ledger: records the buffers.

@@ -1,8 +1,8 @@
 """The tiers below the device: slices on the host or a disk, the link to them, and the units kept there.
 
 [Note: L2L] Layer-to-layer execution (Pudipeddi et al., 2002.05645): a slice of parameters stays below the device, and
-`zero.weights.Sliced` brings it for its unit's forward and backward, the next one beside them; so the device holds two
-units and the root, whatever the depth. `offload.updates` updates it where it is.
+`zero.weights.Sliced` copies it up for its unit's forward and backward, and the next one meanwhile; so the device holds
+two units and the root, whatever the depth. `offload.updates` updates it in place.
 
 [Note: weights first] An update that may have to be undone makes the new weights alone, beside the states, which it
 reads and leaves as they are. To undo it is to forget those weights. If they are right, the same update runs again,

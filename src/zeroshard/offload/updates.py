@@ -411,7 +411,7 @@ class HostUpdates(LateUpdates):
         """Wait for all new weights on the device, and for the states."""
         self._commit()
         self.finish()
-        self.forget()  # what ran ahead had states that may be loaded now
+        self.forget()  # speculative updates read states that may be loaded now
         for updater in self._adams:
             updater.settle()
 

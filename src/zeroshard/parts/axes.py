@@ -82,7 +82,7 @@ class Axes:
         for members in stage.parts:
             self._check(members)
         new = self._new(stage.mesh.ranks)
-        for name, axis in new.items():  # what data axes send interleaves with reductions of the same ranks
+        for name, axis in new.items():  # traffic of data axes interleaves with reductions of the same ranks
             self.new[name] = self._axis(name, partial(self._groups_of, name), own=axis.data)
         kinds = [DENSE, *map(PlaceKind, new), *(PlaceKind(name, True) for name, axis in new.items() if not axis.data)]
         self._places = {kind: self._place(kind) for kind in kinds}

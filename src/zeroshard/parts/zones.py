@@ -69,7 +69,7 @@ class ActivationZones(Protocol):
 
     Attributes:
         axis: of those ranks; None before the model is cut.
-        moved: told of each border.
+        moved: called at each border.
     """
 
     axis: Axis | None

@@ -3,7 +3,7 @@
 A device is reached through torch's module for its type, by names that these modules share: `torch.cuda` for CUDA and
 for ROCm, `torch.xpu`, or a module that an extension registers. A device whose module lacks a name is refused where that
 name is needed. The CPU has no streams and no events, and its operations need no wait; each function has an answer for
-it, so that callers need not ask for the type of a device.
+it, so that callers need no check of the type of a device.
 
 This module imports only errors from zeroshard, and no other module names a device's module.
 """
@@ -63,7 +63,7 @@ def pick(name: str | None = None, ranks: int = 1, number: int = 0) -> torch.devi
         number: of this rank among them.
 
     Raises:
-        PlanError: torch has no such device, or too few, or lacks what training needs on them.
+        PlanError: torch has no such device, or too few, or lacks functions that training needs on them.
     """
     if name is None:
         name = kind() if count() >= ranks else "cpu"

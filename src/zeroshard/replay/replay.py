@@ -1,9 +1,9 @@
 """Replay: the state that a forward reads besides weights and inputs, so that its recomputation gives the same values.
 
-A forward that is recomputed meets the random numbers, the buffers and the plain attributes (`training` among them) that
-it met the first time, and what it writes into buffers and attributes the second time is dropped: statistics and
-counters stand after a step as after one forward of each microbatch, in order (Chen et al., 1604.06174, leave that to
-the framework). What it depends on besides shows in its values ([Note: other values]).
+A recomputation reads the random numbers, the buffers and the plain attributes (`training` among them) of its forward,
+and its writes into buffers and attributes are dropped: after a step, statistics and counters are as after one forward
+of each microbatch, in order (Chen et al., 1604.06174, leave that to the framework). Further dependencies show in its
+values ([Note: other values]).
 
 [Note: other values] A forward that is computed again with other random numbers, or with another value of a variable
 that the model has set since, gives other values in nearly every element, so a sample of a few elements shows it.

@@ -422,12 +422,12 @@ class _Slot:
     __slots__ = ("backward", "empty", "gradients", "number", "parameter")
 
     def __init__(self, backward: Backward, gradients: BufferedGradients, number: int, parameter: torch.Tensor) -> None:
-        # weak, because Python cannot see a ring through what autograd holds, and would never free the engine
+        # weak, because Python cannot see a cycle through autograd's references, and would never free the engine
         self.backward, self.gradients, self.number = weakref.ref(backward), weakref.ref(gradients), number
         self.parameter, self.empty = weakref.ref(parameter), False
 
     def lend(self, parameter: torch.Tensor) -> Lent | None:
-        """The memory of the slot; None where the gradient goes elsewhere, or a hook of the user is to see it."""
+        """The memory of the slot; None where the gradient goes elsewhere, or where a hook of the user reads it."""
         backward, gradients = self.backward(), self.gradients()
         if backward is None or gradients is None or not goes_straight(parameter):
             return None

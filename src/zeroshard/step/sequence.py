@@ -292,7 +292,7 @@ class StepSequence:
         """Reduce, agree and decide, before the first update of a step; a collective call.
 
         Raises:
-            PlanError: no parameter got a gradient on any rank, or a backward came after clipping by hand.
+            PlanError: no parameter got a gradient on any rank, or a backward came after `clip_grad_norm`.
             NonFiniteError: gradients are not finite, and the plan refuses them.
         """
         if self._verdict is not None:
@@ -361,7 +361,7 @@ class StepSequence:
         """As `agree`, for a step that needs gradients; a rank may have none where another has some."""
         agreed = self.agree(step)
         if self._scope.whole and not any(agreed.written):
-            self._agreed = None  # or a rank that has no backward next time either would not agree anew
+            self._agreed = None  # or a rank without a backward next time would not agree again
             raise PlanError(
                 f"engine.step() number {step + 1} found no gradient on any rank: no backward since the last step has "
                 f"reached a parameter that is trained. Call engine.backward(loss) before it, once per step at least, "
@@ -471,6 +471,6 @@ class StepSequence:
 
 
 def _clamp(total: torch.Tensor, limit: float) -> None:
-    """Limit gradients in place. Under a loss scale fp16 may not reach the limit; what overflowed stays an overflow."""
+    """Limit gradients in place. Under a loss scale fp16 may not reach the limit; an overflow stays an overflow."""
     if limit < torch.finfo(total.dtype).max:
         total.clamp_(-limit, limit)

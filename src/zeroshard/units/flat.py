@@ -130,7 +130,7 @@ class Index:
 class Flat:
     """The parameters of one unit that share dtype and trainability, one after the other in one buffer.
 
-    The technique that decides on residency (ZeRO, offload) owns the buffer; a flat lets the parameters view it.
+    The technique that decides on residency (ZeRO, offload) owns the buffer; a flat makes the parameters views of it.
     `detach` leaves each parameter with its shape and NaN for values, and refuses writes.
 
     Args:

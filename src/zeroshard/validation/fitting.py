@@ -48,7 +48,7 @@ class Fitting:
         parameters += state_bytes(self.frozen, self.ranks, plan.zero, self.each, frozen=True).parameters
         gathered = 0
         if plan.zero == 3 and (self.ranks > 1 or plan.offloading.parameters):
-            gathered = sum(sorted(self.units[:-1])[-2:]) + self.units[-1]  # two units beside the root
+            gathered = sum(sorted(self.units[:-1])[-2:]) + self.units[-1]  # two units besides the root
         if plan.offloading.parameters:
             parameters = Fraction(0)
         stay = Fraction(plan.offloading.staying)

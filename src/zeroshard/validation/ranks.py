@@ -88,7 +88,7 @@ def check_ranks(plan: Plan, ranks: int) -> None:
     replicas = plan.pipeline.replicas
     if replicas is not None:
         needed = sum(replicas) * plan.tensor.ranks
-        if ranks % needed:  # of a multiple, other techniques may let several work together
+        if ranks % needed:  # a multiple may serve other techniques, which need several ranks for one batch
             several = f" times {LAYERS}={plan.tensor.ranks}" if plan.tensor.ranks > 1 else ""
             raise PlanError(f"replicas={replicas}{several} needs {needed} ranks and there are {ranks}; start as many.")
         return

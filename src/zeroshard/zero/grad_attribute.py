@@ -104,7 +104,7 @@ class ShownGradients:
             if not self.opened:
                 found = {}
                 for parameter, number, each, shown in zip(fresh, numbers, gradients, held, strict=True):
-                    # None came, or the user took it away meanwhile; what came twice is one sum.
+                    # None came, or the user removed it since; a gradient that came twice is one sum
                     if each is not None and each is not shown:
                         found[number] = each
                         self._show(parameter, number, shown)
@@ -142,7 +142,7 @@ class ShownGradients:
     def consumed(self) -> None:
         """Set `p.grad` to None."""
         if not self.opened:
-            with torch._C.DisableTorchFunctionSubclass():  # absent parameters would ask about each
+            with torch._C.DisableTorchFunctionSubclass():  # absent parameters would call the engine for each
                 for parameter in self._flat.parameters:
                     parameter.grad = None
 

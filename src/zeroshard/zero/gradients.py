@@ -12,10 +12,10 @@ The states of one parameter's gradient (`GradientState`), and the calls that cha
 last state. The objects on the way: the slot of a parameter (its hooks), `ShownGradients` (`p.grad`), `GradientBuffer`,
 a `Reduction`, a `GradientSum`; `step.backward.Reductions` says which unit is reduced next.
 
-[Note: life of a gradient] Autograd hands over each parameter's gradient once per backward. It is copied (or, from
-the second backward without a reduction on, added) into the gradient buffer, laid out like the parameters, so that what
-goes on the wire is contiguous. A reduction brings each slice to its owner, who adds the ranks' copies in rank order in
-fp32, divides by the data ranks, and adds the mean to the sum. The update consumes the sum.
+[Note: life of a gradient] Autograd passes each parameter's gradient once per backward. It is copied (or, from the
+second backward without a reduction on, added) into the gradient buffer, laid out like the parameters, so that messages
+are contiguous. A reduction brings each slice to its owner, which adds the ranks' copies in rank order in fp32, divides
+by the data ranks, and adds the mean to the sum. The update consumes the sum.
 
 [Note: small parameters] Biases and norms lie behind one another at the end of a flat. Autograd keeps their gradients
 itself until those of the unit are there, and one copy takes them all into the gradient buffer, so Python has little to
@@ -163,7 +163,7 @@ class GradientBuffer:
         if self._lent.get(number) == torch._C._current_graph_task_id():
             del self._lent[number]
             if gradient.untyped_storage()._cdata != view.untyped_storage()._cdata:
-                view.copy_(gradient)  # what was made in the slot was summed with others, or copied
+                view.copy_(gradient)  # the gradient made in the slot was summed with others, or copied
         elif adds or number in self._lent:
             view.add_(gradient)
         else:

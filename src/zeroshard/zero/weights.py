@@ -1,7 +1,7 @@
 """Parameters of one flat that ranks share, slice, or gather late; whole ones are `parts.weights.Weights`.
 
 `Mapped` parameters lie in memory that all ranks of a machine share. `Sliced` ones (stage 3) are gathered for use, here
-by actions of a pipeline (`ByChunk`). Updated slices of `Arriving` ones come beside the next forward (stages 1 and 2).
+by actions of a pipeline (`ByChunk`). Updated slices of `Arriving` ones come during the next forward (stages 1 and 2).
 """
 
 import contextlib
@@ -225,7 +225,7 @@ class Sliced(Weights):
 
 
 class Arriving(Weights):
-    """Whole parameters whose updated slices arrive beside the next forward ([Note: arriving]).
+    """Whole parameters whose updated slices arrive during the next forward ([Note: arriving]).
 
     Args:
         arrivals: all such weights, for which forwards wait.
