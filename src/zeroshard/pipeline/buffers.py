@@ -1,12 +1,12 @@
-"""The model's buffers: which rank's copy is saved, and how a checkpoint is loaded into them.
+"""The model's buffers: the rank that saves each, and loading from a checkpoint.
 
-[Note: whose buffer] Without a pipeline every rank has buffers of its own: each writes its copy, and reads that one
-again on the same ranks, rank 0's elsewhere. In a pipeline a buffer belongs to the stage that runs its module, and to no
-other: the replicas of that stage write their copies, and every rank with data rank q has the copy of replica q.
+[Note: whose buffer] Without a pipeline every rank has its own buffers: each writes its copy, and reads it again on the
+same ranks; on other ranks rank 0's is read. In a pipeline a buffer belongs to the one stage that runs its module: the
+replicas of that stage write their copies, and every rank with data rank q has the copy of replica q.
 
-[Note: shapes of buffers] A buffer may grow in training, or be made in a forward. A checkpoint says of such buffers what
-they were when the engine was made. A model in which they are made alike takes the saved ones over, shape and all; where
-they are made in another shape, the model is another.
+[Note: shapes of buffers] A buffer may grow in training, or be made in a forward. A checkpoint records the initial
+shapes of such buffers. A model with equal initial shapes loads the saved buffers with their shapes; otherwise the
+checkpoint is of another model.
 """
 
 from collections.abc import Iterable, Iterator
@@ -38,7 +38,7 @@ class Buffers:
                 yield name, buffer.detach()
 
     def stages(self) -> dict[str, int]:
-        """The stage to which each belongs; 0 without a pipeline."""
+        """The stage of each buffer; 0 without a pipeline."""
         return {name: self._stage.stage_of_buffer(module, last) for name, module, last, _ in self._all()}
 
     def pieces(self) -> Iterator[TensorPiece]:
@@ -62,7 +62,7 @@ class Buffers:
         """Load the buffers of a checkpoint.
 
         Args:
-            same_ranks: whether it was written by as many ranks under the same cut, so each has a copy of its own there.
+            same_ranks: whether as many ranks under the same cut wrote it, so that each rank has its own copy.
 
         Raises:
             CheckpointError: it is of a model with other buffers.
@@ -111,7 +111,7 @@ class Buffers:
 
 
 def facts_of(facts: dict[str, Any]) -> dict[str, Any]:
-    """The facts from `Buffers.facts`, empty for checkpoints that say nothing."""
+    """The facts from `Buffers.facts`; empty for checkpoints without them."""
     found: dict[str, Any] = facts.get("buffers") or {"made": {}, "unset": []}
     return found
 
@@ -156,12 +156,12 @@ def whole_state_dict(local: dict[str, Any], stage: Stage, buffers: Buffers) -> d
 
 
 def _present(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's values are on this rank: not on meta, nor one zero seen everywhere."""
+    """Whether a tensor's values are on this rank: neither on meta nor one expanded zero."""
     return not tensor.is_meta and (tensor.numel() <= 1 or any(tensor.stride()))
 
 
 def _set(module: nn.Module, name: str, value: torch.Tensor | None, registered: bool) -> None:
-    """Let a buffer be `value`; one that is not `registered` is there no more."""
+    """Set a buffer to `value`; with None and not `registered` it is removed."""
     if name in module._buffers and (registered or value is not None):
         module._buffers[name] = value
     elif value is not None:

@@ -16,7 +16,7 @@ FASTER: tuple[dict[str, Any], ...] = (
     {"pipeline_parallel.schedule": "zb-h1"},
 )
 LEANER: dict[str, Any] = {"activations.recompute": "blocks"}
-FINEST = 4  # microbatches per stage, from which on the bubble is small
+FINEST = 4  # microbatches per stage that make the bubble small
 WAITING = LeftOut(
     "its waiting for other stages",
     "Memory over the step leaves out the time in which the rank waits for other stages.",
@@ -29,12 +29,12 @@ class Stages(Choice):
     """The stages of a plan.
 
     Attributes:
-        stages: how many; 1 for a model that is not cut.
-        schedule: the name of their order.
-        chunks: of each stage.
+        stages: number of stages; 1 for a model that is not cut.
+        schedule: name of the schedule.
+        chunks: chunks per stage.
         microbatches: of one step.
-        replicas: ranks of each stage; None for equally many.
-        split: layers with which the chunks after the first begin; () where that is open.
+        replicas: replicas of each stage; None for equally many.
+        split: first layers of the chunks after the first; () if undecided.
         together: ranks of each replica, which work on the same data.
     """
 
@@ -66,13 +66,13 @@ class Stages(Choice):
         return replace(states, trainable=states.trainable // self.stages, frozen=states.frozen // self.stages)
 
     def filled(self, split: Split) -> Mapping[str, Any]:
-        """Where the model is cut."""
+        """The setting for the cut, unless the plan has one."""
         return {} if self.stages == 1 or self.split else {"pipeline_parallel.split": split(self.stages * self.chunks)}
 
     def settled(self, pipeline: PipelineSchedule, usual: int) -> int:
-        """Until as many messages are kept as are ever under way, and all versions of a stream are there.
+        """Steps until the most messages are in flight and all versions of a stream exist.
 
-        Of a loan one message comes per step.
+        A loan has one message per step.
         """
         if self.stages == 1:
             return usual
@@ -89,11 +89,11 @@ class Stages(Choice):
         return (WAITING,) if self.stages > 1 else ()
 
     def example(self, make: Callable[[], Made]) -> Made | None:
-        """The example on which a model is cut, of those that `make` makes."""
+        """An example from `make` for the cut; None for one stage."""
         return make() if self.stages > 1 else None
 
     def fewest(self, most: int) -> int:
-        """Microbatches of a rehearsal with at most so many, where stages can do with so few."""
+        """Microbatches of a rehearsal: at most `most`, but all of them with several stages."""
         return self.microbatches if self.stages > 1 else min(most, self.microbatches)
 
 

@@ -1,4 +1,4 @@
-"""How a plan cuts a model into stages."""
+"""The settings of pipeline parallelism."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from zeroshard.schedule.orders import check
 from zeroshard.schedule.peaks import MOST_FILLED
 
 MOST_CHUNKS = 2**16
-SHORT = 4  # stages in which the first and the last of many are as in the whole pipeline
+SHORT = 4  # stages of a short pipeline whose first and last are as in a long one
 FILLED = ("gpipe", "naive")  # schedules that keep all microbatches in flight
 OF_STAGES = ("virtual_stages", "replicas", "split", "vertical_sync")  # settings without effect on a single stage
 ScheduleName = Literal["naive", "gpipe", "1f1b", "pipedream-flush", "interleaved", "zb-h1", "pipedream", "2bw"]
@@ -77,7 +77,7 @@ class Pipeline:
         return self.stages > 1
 
     def rehearsed_stages(self, microbatches: int) -> int:
-        """Stages of a pipeline in which the first and the last stage of this one are as here."""
+        """Stages of the shortest pipeline whose first and last stage are as in this one."""
         fills = self.streams or self.schedule in FILLED or microbatches < 2 * MOST_FILLED
         return self.stages if self.stages <= MOST_FILLED or self.replicas or fills else SHORT
 
@@ -86,9 +86,9 @@ class Pipeline:
         return 1 if self.schedule == "pipedream" else microbatches
 
     def adds_up_locally(self, microbatches: int, reduces_each: bool) -> bool:
-        """Whether the gradients of so many microbatches of an update meet on a rank before they are reduced.
+        """Whether a rank sums the gradients of several microbatches of an update before they are reduced.
 
-        With backwards in two parts, those of biases come with the inputs', ahead of the weights' of the one before.
+        With backwards in two parts, gradients of biases come with the inputs', before the last microbatch's of weights.
         """
         return microbatches > 1 and (self.splits_backward or not reduces_each)
 
@@ -180,7 +180,7 @@ class Pipeline:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The choices of one plan, as stages are made by them.
+    """The choices of one plan for its stages.
 
     Attributes:
         pipeline: the stages.

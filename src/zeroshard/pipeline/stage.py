@@ -1,6 +1,6 @@
 """The stage of a rank: its layers, the weights that it shares with other stages, and its replicas.
 
-There is always one: `pipeline.whole.WholeModel` is that of a model which is not cut.
+A model that is not cut has the stage `pipeline.whole.WholeModel`.
 """
 
 import time
@@ -43,7 +43,7 @@ VERIFIED_STEPS = 3  # of a schedule that never flushes
 
 @dataclass(slots=True)
 class Stage:
-    """This rank's part of a model that is cut into stages.
+    """This rank's stage of a model.
 
     Attributes:
         world: all ranks of the pipeline; messages between stages go through it.
@@ -56,8 +56,8 @@ class Stage:
         loans: the names of the weights in each loan.
         deferral: for schedules that split the backward.
         borrowed: the weights of each loan that this stage borrows.
-        whole_shapes: of parameters of which techniques have put parts in their place, by name.
-        scattered: by layer that they enter, activations of which each rank sends a part between stages.
+        whole_shapes: shapes of parameters that techniques have replaced by parts, by name.
+        scattered: scattered messages of activations, by the layer that they enter.
     """
 
     world: Comm
@@ -80,12 +80,12 @@ class Stage:
 
     @property
     def number(self) -> int:
-        """Which stage this is."""
+        """The number of this stage."""
         return self.pipeline.layout.stage_of(self.rank)
 
     @property
     def data_ranks(self) -> int:
-        """How many batches a step takes: one per replica where all stages have equally many, else one in all."""
+        """The number of batches of a step: one per replica if all stages have equally many, else one."""
         layout = self.pipeline.layout
         return 1 if layout.uneven else layout.replicas[0]
 
@@ -96,17 +96,17 @@ class Stage:
 
     @property
     def ranks_per_data_rank(self) -> int:
-        """Replicas of this stage among which the microbatches of a batch go round."""
+        """Replicas of this stage among which the microbatches of a batch are dealt out."""
         return self.pipeline.layout.replicas[self.number] if self.pipeline.layout.uneven else 1
 
     @property
     def place(self) -> int:
-        """The place of this rank among those of its replica, which work on the same data."""
+        """This rank's number within its replica, whose ranks have the same data."""
         return self.pipeline.layout.place_of(self.rank)
 
     @property
     def is_last(self) -> bool:
-        """Whether the loss comes out here."""
+        """Whether this stage computes the loss."""
         return self.number == self.pipeline.layout.stages - 1
 
     @property
@@ -119,13 +119,13 @@ class Stage:
 
     @property
     def borrowed_versions(self) -> int:
-        """Versions of borrowed weights: those in use, and where nothing flushes one on its way."""
+        """Versions of borrowed weights: those in use, and without flushes one in flight."""
         in_flight = warm_up(self.pipeline.layout, self.number) + 1
         return 1 if not self.pipeline.streams else 1 + (in_flight if self.pipeline.name == "pipedream" else 1)
 
     @property
     def skipped_modules(self) -> set[nn.Module]:
-        """Modules whose own parameters are all elsewhere."""
+        """Modules whose own parameters are all on other stages."""
         own_parameters = {id(p) for layer in self.layers for p in layer.parameters.values()}
         every = [module for layer in self.chain.layers for top in layer.modules for module in top.modules()]
         elsewhere = set(every) - {module for layer in self.layers for top in layer.modules for module in top.modules()}
@@ -145,12 +145,12 @@ class Stage:
 
     @property
     def called(self) -> str:
-        """The phrase that a sentence about its ranks adds."""
+        """A phrase for messages about its ranks."""
         return " of a stage"
 
     @property
     def facts(self) -> list[Any]:
-        """Stages, chunks, and the ranks of each stage, as a checkpoint tells them."""
+        """The numbers of stages and chunks, and of ranks of each stage, for a checkpoint."""
         layout = self.pipeline.layout
         return [layout.stages, layout.chunks, list(map(len, self.parts))]
 
@@ -161,12 +161,12 @@ class Stage:
         return [list(layout.members(number)) for number in range(layout.stages)]
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the parameters of all stages; of those that are cut, of the whole."""
+        """The whole shapes of the parameters of all stages."""
         here = {name: tuple(p.shape) for layer in self.chain.layers for name, p in layer.parameters.items()}
         return here | self.whole_shapes
 
     def cut(self, technique: Technique, axes: Mapping[str, Axis]) -> Replaced:
-        """Let a technique put parts in the place of parameters of all stages, which have their names."""
+        """Apply a technique, which replaces parameters of all stages by parts of the same names."""
         cuts, new = replaced(self.chain.model, technique, axes)
         for layer in self.chain.layers:
             for name, parameter in layer.parameters.items():
@@ -195,12 +195,12 @@ class Stage:
     def let_go(
         self, units: list[Unit], real: Callable[[nn.Parameter], nn.Parameter], dtype: DtypeOf, ledger: Ledger
     ) -> None:
-        """Borrow what other stages own, and leave the rest of the model on the meta device, without its storage.
+        """Borrow weights of other stages, and move the rest of the model to the meta device, freeing its storage.
 
         Args:
-            units: of this rank.
-            real: what stands for a parameter of the model now.
-            dtype: of computation, of a parameter.
+            units: this rank's units.
+            real: maps a parameter of the model to its present replacement.
+            dtype: maps a parameter to its dtype of computation.
         """
         device, chain = self.mesh.device, self.chain
         named = {name: p for layer in chain.layers for name, p in layer.parameters.items()}
@@ -234,22 +234,22 @@ class Stage:
             yield Planned("device", Category.GRADIENTS, Fraction(borrowed.gradient.nbytes), Fraction(0))
 
     def gathered_at_once(self, sizes: Sequence[int]) -> tuple[int, str]:
-        """Of units of these sizes that are gathered for use, what is here together at least, and in words."""
+        """The least size of units gathered at once, from the units' sizes, and its description."""
         chunks: Counter[int] = Counter()
         for chunk, size in zip(self.chunk_of, sizes, strict=True):
             chunks[chunk] += size
         return max(chunks.values(), default=0), "the largest of its chunks"
 
     def stage_of_buffer(self, module: nn.Module, name: str) -> int:
-        """The stage to which a buffer belongs: the one that runs its module."""
+        """The stage of a buffer: the one that runs its module."""
         return self.chunk_of_layer(self.chain.layer_of_buffer(module, name)) % self.pipeline.layout.stages
 
     def copy_of(self, stage: int) -> int:
-        """The rank whose copy of a stage's buffers is this rank's: its own, or that of its data rank."""
+        """The rank whose copy of a stage's buffers this rank uses: itself, or the rank of its data rank."""
         return self.rank if stage == self.number else self.pipeline.layout.rank_of(stage, self.data_rank, self.place)
 
     def chunk_of_layer(self, layer: int) -> int:
-        """The chunk that a layer is in."""
+        """The chunk of a layer."""
         return bisect_right(self.firsts[:-1], layer) - 1
 
 
@@ -339,7 +339,7 @@ def _cut(model: nn.Module, cut: Cut, chain: Chain, world: Comm, forward: Callabl
 
 
 def _refuse_shared_buffers(chain: Chain, firsts: list[int], pipeline: Pipeline) -> None:
-    """Refuse buffers that would not be written as in one process.
+    """Refuse buffers whose writes would differ from one process.
 
     Raises:
         ModelError: with the buffer's name.
@@ -371,7 +371,7 @@ def _refuse_shared_buffers(chain: Chain, firsts: list[int], pipeline: Pipeline) 
 
 
 def _refuse_loans(stage: Stage) -> None:
-    """Refuse weights of several stages that unlike numbers of replicas cannot have in common.
+    """Refuse shared weights of stages whose numbers of replicas do not fit.
 
     Raises:
         PlanError: with their names.
@@ -394,7 +394,7 @@ def _refuse_loans(stage: Stage) -> None:
 
 
 def _share_out(stage: Stage) -> None:
-    """Give every parameter to the first stage that uses it; later stages borrow it."""
+    """Assign every parameter to the first stage that uses it; later stages borrow it."""
     d = stage.pipeline.layout.stages
     owner_of: dict[nn.Parameter, int] = {}
     given: set[nn.Parameter] = set()

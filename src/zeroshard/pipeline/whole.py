@@ -22,10 +22,10 @@ Replaced = tuple[Cuts, dict[nn.Parameter, nn.Parameter]]
 
 
 def replaced(model: nn.Module, technique: Technique, axes: Mapping[str, Axis]) -> Replaced:
-    """Let a technique cut a model.
+    """Apply a technique to a model.
 
     Returns:
-        what it says of parameters; and of each that is gone the one that took its place, by name.
+        the places of parameters; and the replacement of each replaced parameter.
     """
     before = dict(model.named_parameters())
     cuts = technique.cut(model, axes)
@@ -38,7 +38,7 @@ DtypeOf = Callable[[nn.Parameter], torch.dtype]
 
 
 class WholeModel:
-    """The model in one stage, which is on every rank; attributes and methods are those of `Stage`."""
+    """The one stage of a model that is not cut, on every rank; attributes and methods as of `Stage`."""
 
     number, is_last, versions, borrowed_versions, ranks_per_data_rank = 0, True, 1, 1, 1
     called = ""
@@ -58,17 +58,17 @@ class WholeModel:
         return find_units(self._model, self._cut.units)
 
     def blocks(self) -> list[tuple[nn.Module, int]]:
-        """The modules of all units but the root's, with the numbers of these units."""
+        """The modules of all units except the root, with the units' numbers."""
         return [(unit.module, unit.number) for unit in self.units if unit.name]
 
     @property
     def data_ranks(self) -> int:
-        """One per rank, or for several that work together."""
+        """One per rank, or per group of ranks with the same data."""
         return self.mesh.ranks // self._cut.together
 
     @property
     def data_rank(self) -> int:
-        """This rank's own, or theirs."""
+        """The number of this rank's batch."""
         return self.mesh.rank // self._cut.together
 
     @property
@@ -77,13 +77,13 @@ class WholeModel:
         return [list(range(self.mesh.ranks))]
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every parameter is in a unit."""
+        """Empty: every parameter is in a unit of this rank."""
         return {}
 
     def cut(self, technique: Technique, axes: Mapping[str, Axis]) -> Replaced:
-        """Let a technique put parts in the place of parameters, which are rank 0's before the first does.
+        """Apply a technique, which replaces parameters by parts; before the first one rank 0's values are broadcast.
 
-        Those on the meta device get their values later, by their names.
+        Parameters on the meta device get their values later, by name.
         """
         if not self._alike:
             take_from_rank_0(self._model, self.world)
@@ -91,24 +91,24 @@ class WholeModel:
         return replaced(self._model, technique, axes)
 
     def stage_of_buffer(self, module: nn.Module, name: str) -> int:
-        """There is one stage."""
+        """0: the only stage."""
         return 0
 
     def copy_of(self, stage: int) -> int:
-        """Each rank has buffers of its own."""
+        """This rank: each has its own buffers."""
         return self.mesh.rank
 
     def is_elsewhere(self, module: nn.Module) -> bool:
-        """Nothing is."""
+        """False: every module runs on this rank."""
         return False
 
     def let_go(
         self, units: list[Unit], real: Callable[[nn.Parameter], nn.Parameter], dtype: DtypeOf, ledger: Ledger
     ) -> None:
-        """There is nothing to let go of, nor to borrow."""
+        """Nothing to free or to borrow: the one stage keeps every parameter."""
 
     def gathered_at_once(self, sizes: Sequence[int]) -> tuple[int, str]:
-        """Of units of these sizes that are gathered for use, what is here together at least, and in words."""
+        """The least size of units gathered at once, from the units' sizes, and its description."""
         return sum(sorted(sizes[:-1])[-2:]) + sizes[-1], "two units at a time and the root"
 
     def planned(self) -> Iterator[Planned]:

@@ -1,7 +1,7 @@
-"""Values that cross between stages beside the activation ([Note: values beside the activation]), and their message.
+"""Values sent between stages beside the activation ([Note: values beside the activation]), and their message.
 
-Both ends know the values of a boundary from the probe, and their shapes from placeholders; so all of them go in one
-message of bytes.
+Both ends have the list of a boundary's values from the probe, and their shapes from placeholders; so one message of
+bytes holds all of them.
 """
 
 import math
@@ -28,10 +28,10 @@ class Crossing:
     """The sources that cross boundaries of a chain.
 
     Attributes:
-        groups: sources that are one value, with the layer of each and the last layer that reads it (-1: all).
-        examples: their values in the example, for forwards that only look for shapes.
-        asides: tensors that layers read which no module returned to them.
-        leaves: by module and call, how many values a module returned in the example.
+        groups: sources of one value, with the layer of each and the last layer that reads it (-1: all).
+        examples: their values in the example, for forwards that only compute shapes.
+        asides: tensors that layers read but no module returned.
+        leaves: by module and call, the number of values that a module returned in the example.
     """
 
     groups: list[list[tuple[ReturnedValue, int, int]]] = field(default_factory=list)
@@ -41,11 +41,11 @@ class Crossing:
 
     @classmethod
     def of(cls, origins: Origins, blocks: set[str], overwritten: set[str]) -> "Crossing":
-        """What a forward has shown.
+        """The crossing values of a probe's forward.
 
         Args:
-            blocks: names of the blocks; what other modules return, the code around the blocks may read anywhere.
-            overwritten: names of modules into whose outputs the code around them writes, each of which has a copy.
+            blocks: names of the blocks; code around the blocks may read the outputs of other modules anywhere.
+            overwritten: names of modules whose outputs the code around them overwrites; each has a copy.
         """
         groups: dict[ReturnedValue, list[ReturnedValue]] = {source: [source] for source in origins.last_read}
         examples: dict[ReturnedValue, Any] = {}
@@ -62,11 +62,11 @@ class Crossing:
         return cls(named, examples, origins.asides, origins.leaves)
 
     def plain(self) -> list[Any]:
-        """The groups as JSON takes them."""
+        """The groups as JSON values."""
         return [[[list(source), layer, last] for source, layer, last in group] for group in self.groups]
 
     def follow(self, plain: list[Any]) -> None:
-        """Take another rank's groups."""
+        """Replace the groups by another rank's."""
         self.groups = [[(ReturnedValue(*source), layer, last) for source, layer, last in group] for group in plain]
 
     def at(self, boundary: int) -> list[tuple[ReturnedValue, ...]]:
@@ -78,11 +78,11 @@ class Crossing:
         return [group for group in crossing if group]
 
     def of_call(self, path: str, number: int) -> list[ReturnedValue]:
-        """The sources among what a module returns in a call."""
+        """The sources in a module's output of one call."""
         return [s for group in self.groups for s, *_ in group if s.path == path and s.call == number]
 
     def refuse_asides(self, firsts: Iterable[int], names: list[str]) -> None:
-        """Refuse tensors that would have to reach another stage without being returned.
+        """Refuse tensors that another stage reads but no module returns.
 
         Raises:
             ModelError: with the module that makes one.
@@ -101,7 +101,7 @@ class Bypass:
     """The values of sources in one forward of a part of the chain.
 
     Attributes:
-        known: by source; those that came from earlier stages, and those that modules returned since.
+        known: values by source, of earlier stages and of modules that have returned since.
     """
 
     def __init__(self, known: Mapping[ReturnedValue, Any] | None = None) -> None:
@@ -110,14 +110,14 @@ class Bypass:
         self._inside = False
 
     def call(self, path: str) -> int | None:
-        """The number of a module's call that comes next; None inside of another module's."""
+        """The number of a module's next call; None inside of another module's."""
         if self._inside:
             return None
         self._calls[path] += 1
         return self._calls[path] - 1
 
     def run(self, crossing: Crossing, gate: Gate, number: int, args: Any, kwargs: Any) -> Any:
-        """Run a module in its call of a number, and note what it returns.
+        """Run a module's call, and record its outputs.
 
         Raises:
             BatchError: it returns more or fewer values than in the example, and later layers read some.
@@ -138,12 +138,12 @@ class Bypass:
                 )
             for source in sources:
                 leaf = leaves[source.leaf]
-                copies = gate.overwritten and isinstance(leaf, Tensor)  # the code around it writes into what it returns
+                copies = gate.overwritten and isinstance(leaf, Tensor)  # the code around it writes into its output
                 self.known[source] = leaf.detach().clone() if copies else leaf
         return output
 
     def fill(self, crossing: Crossing, gate: Gate, number: int, output: Any) -> Any:
-        """A placeholder for an output, with the values that are known in it; else those of the example that fit."""
+        """A placeholder for an output, filled with known values, else with fitting ones of the example."""
         leaves, spec = tree_flatten(output)
         sources = {source.leaf: source for source in crossing.of_call(gate.path, number)}
         for n, absent in enumerate(leaves):
@@ -170,7 +170,7 @@ class SentValue(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Its bytes, without those that align the next."""
+        """Its bytes, without padding for alignment."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -181,7 +181,7 @@ class SentValues(tuple[SentValue, ...]):
 
     @classmethod
     def of(cls, groups: list[tuple[ReturnedValue, ...]], known: Mapping[ReturnedValue, Any]) -> "SentValues":
-        """Those of a boundary, with the shapes of values or placeholders."""
+        """The values of a boundary, with shapes from values or placeholders."""
         slots = (_slot(group, known.get(group[0])) for group in groups)
         return cls(slot for slot in slots if slot is not None)
 

@@ -1,19 +1,17 @@
 """Chain: a model cut into layers that can be run one range at a time, with the model's class untouched.
 
 The layers are the modules before the blocks (the prefix), the blocks, and the modules after them (the suffix). Running
-layers [first, last) calls the model's own forward on the whole microbatch: modules of earlier layers are passed over,
-the activation that comes from elsewhere takes the place of what enters layer `first`, and the forward is left as soon
-as something is about to enter layer `last`. Masks, positions and the like, which the model makes from the microbatch,
-are so made on every stage, and no parameter changes its name.
+layers [first, last) calls the model's own forward on the whole microbatch: modules of earlier layers are skipped, the
+received activation replaces the input of layer `first`, and the forward is left before layer `last`. So every stage
+makes masks, positions and the like from the microbatch itself, and no parameter changes its name.
 
-[Note: placeholders] A module that is passed over returns a placeholder: one NaN, seen in every element of the right
-shape. The shape comes from the module's own forward on the meta device, where only shapes exist, once per input shape.
-A module between or around the blocks whose output is made without any parameter, such as a table of rotary angles, is
-never passed over: every stage needs its values.
+[Note: placeholders] A skipped module returns a placeholder: one NaN, expanded to the right shape. The shape comes from
+the module's own forward on the meta device, once per input shape. A module between or around the blocks whose output
+does not depend on parameters, such as a table of rotary angles, is never skipped: every stage needs its values.
 
-[Note: what a chain is] Each layer may use what earlier layers made only through the one activation that enters it.
-This is checked on the autograd graph of one forward: walking back from what leaves a layer to what entered it must
-meet no other parameters than the layer's own. Values without a gradient may bypass it: they are sent beside it
+[Note: what a chain is] Each layer may use results of earlier layers only through the one activation that enters it.
+This is checked on the autograd graph of one forward: the path back from a layer's output to its input must meet only
+the layer's own parameters. Values without a gradient may bypass it: they are sent beside it
 ([Note: values beside the activation]).
 """
 
@@ -44,8 +42,8 @@ class Layer:
     """One layer of a chain.
 
     Attributes:
-        modules: those that run in it (a block with all that is inside).
-        parameters: by name, what it computes with; a tied parameter appears in several layers.
+        modules: modules that run in it (a block includes its submodules).
+        parameters: its parameters by name; a tied parameter appears in several layers.
     """
 
     number: int
@@ -56,7 +54,7 @@ class Layer:
 
 @dataclass(slots=True)
 class _Passage:
-    """One run of a range of layers: what enters, and the blocks that have run."""
+    """One run of a range of layers: its input, and the number of the last block that ran."""
 
     first: int
     last: int
@@ -67,7 +65,7 @@ class _Passage:
 
 
 class BufferLayers(NamedTuple):
-    """The layers that write a buffer, and of one outside of the blocks those whose code around them reads it."""
+    """The layers that write a buffer; outside of the blocks also the layers whose surrounding code reads it."""
 
     layers: set[int]
     read: set[int]
@@ -78,9 +76,9 @@ class Chain:
 
     Args:
         model: wholly on the meta device, or wholly real.
-        forward: runs the model on an example microbatch that is where the model is, down to the loss.
+        forward: runs the model on an example microbatch on the model's device, down to the loss.
         blocks: names or classes of the blocks; by default the children of a `Sequential`, or the repeated blocks.
-        device: where microbatches are, if the model or a part of it is on meta ([Note: probing without weights]).
+        device: device of microbatches, if the model or a part of it is on meta ([Note: probing without weights]).
 
     Attributes:
         model: as given.
@@ -129,7 +127,7 @@ class Chain:
 
     @property
     def everywhere(self) -> set[nn.Module]:
-        """The modules that run on every stage: frames, and those whose output is made from the batch alone."""
+        """The modules that run on every stage: frames, and those whose output depends on the batch alone."""
         return set(self._paths) - self._learned - {gate.module for gate in self._gates if gate.learned}
 
     def layer_of_buffer(self, module: nn.Module, name: str) -> int:
@@ -138,7 +136,7 @@ class Chain:
         return max((written and written.layers) or {self._first_layer.get(module, 0)})
 
     def place(self, layer: int) -> str:
-        """Where the code outside of the blocks stands that runs in a layer, in words."""
+        """The place of the code outside of the blocks in a layer, as text, such as 'before the blocks'."""
         if layer in (0, self.blocks + 1):
             return "after the blocks" if layer else "before the blocks"
         return f"after {self.layers[layer].name!r}"
@@ -165,12 +163,12 @@ class Chain:
         """Run layers [first, last) of the model that `forward` calls.
 
         Args:
-            hidden: the activation that enters layer `first`; None at the start of the model.
-            entered: told of each of these layers but the first what enters it.
-            bypass: values of earlier layers that these read, to which those of these layers are added.
+            hidden: the input of layer `first`; None at the start of the model.
+            entered: called with the input of each of these layers but the first.
+            bypass: values of earlier layers that these read; values of these layers are added.
 
-        Returns:
-            What enters layer `last`, or what `forward` returns if `last` is past the suffix.
+            Returns:
+                The input of layer `last`, or the output of `forward` if `last` is past the suffix.
         """
         if hidden is not None and first in self._overwritten:
             hidden = hidden.clone()  # a leaf of autograd, or a message, must not be written
@@ -191,16 +189,16 @@ class Chain:
         return output
 
     def boundary(self, layer: int, forward: Callable[[], Any], bypass: Bypass | None = None) -> Tensor:
-        """A placeholder (shape and dtype) of the activation that enters a layer on the microbatch of `forward`.
+        """A placeholder (shape and dtype) of a layer's input for the microbatch of `forward`.
 
         Args:
-            bypass: takes up placeholders for the values beside it.
+            bypass: gets placeholders for the values beside it.
         """
         hidden: Tensor = self.run_standing_in(layer, layer, forward, bypass)
         return hidden
 
     def run_standing_in(self, first: int, last: int, forward: Callable[[], Any], bypass: Bypass | None = None) -> Any:
-        """As `run`, for the shapes of what comes out: it leaves buffers and random numbers as they are."""
+        """As `run`, for the shapes of the outputs only: buffers and random numbers stay unchanged."""
         with torch.no_grad(), unchanged(self.model):
             return self.run(first, last, forward, bypass=bypass)
 
@@ -245,7 +243,7 @@ class Chain:
         return output if number < self.blocks else self._after_blocks(passage, gate, output)
 
     def _call(self, passage: _Passage, gate: Gate, args: Any, kwargs: Any, layer: int | None) -> Any:
-        """A module of a layer, or of all of them: it runs or has a placeholder, with its values beside."""
+        """Run a module of a layer, or of all layers (None), or return its placeholder."""
         number = passage.bypass.call(gate.path)
         if number is None:
             return gate.inner(*args, **kwargs)
@@ -255,7 +253,7 @@ class Chain:
         return passage.bypass.fill(self.crossing, gate, number, output)
 
     def _after_blocks(self, passage: _Passage, gate: Gate, output: Any) -> Any:
-        """What the code after the blocks sees of the last one."""
+        """The last block's output for the code after the blocks."""
         passage.phase = self.blocks + 1
         if passage.last == passage.phase:
             raise _Left(activation_at(output, gate.returns, gate))
@@ -267,12 +265,12 @@ class Chain:
 
     @contextmanager
     def _before_hooks(self, first: int, last: int) -> Iterator[None]:
-        """Let blocks with backward hooks be entered and left before torch looks at what enters them.
+        """Enter and leave blocks with full backward hooks before torch wraps their arguments.
 
-        torch has a full backward hook see the gradient of the arguments as they are before the forward.
+        torch passes such a hook the gradient of the arguments as they are before the forward.
 
         Raises:
-            ModelError: what leaves the last block goes to another stage, and the block has such a hook.
+            ModelError: the last block has such a hook, and its output goes to another stage.
         """
         with ExitStack() as undo:
             for gate in (gate for gate in self._gates if gate.module._backward_hooks):
@@ -298,14 +296,14 @@ class Chain:
         return (args, kwargs) if hidden is None else with_activation((args, kwargs), gate.takes, hidden)
 
     def sites(self, parameter: nn.Parameter) -> Iterator[tuple[nn.Module, str]]:
-        """Where in the model a parameter stands: (module, name in it)."""
+        """The sites of a parameter in the model: (module, name in it)."""
         for module in self._paths:
             for name, value in module._parameters.items():
                 if value is parameter:
                     yield module, name
 
     def replace(self, new: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Let parameters of other shapes, which stand in the modules already, be those of the layers."""
+        """Replace the layers' parameters by ones of other shapes, which the modules hold already."""
         for layer in self.layers:
             layer.parameters = {name: new.get(parameter, parameter) for name, parameter in layer.parameters.items()}
         for gate in self._gates:
@@ -319,7 +317,7 @@ class Chain:
     def _find_layers(
         self, model: nn.Module, frames: set[nn.Module], forward: Callable[[], Any], device: torch.device | None
     ) -> list[Layer]:
-        """Run the model once and see which module runs when, and that the layers are a chain."""
+        """Run the model once, find the layer of each module, and check that the layers are a chain."""
         apart = device is not None and all(parameter.is_meta for parameter in model.parameters())
         probe = self._probe = Probe(set(self._number_of), self.placeholders, device if apart else None)
         names = {parameter: name for name, parameter in model.named_parameters()}
@@ -390,13 +388,13 @@ class Chain:
         return layers
 
     def _phases(self, gate: Gate, probe: Probe) -> set[int]:
-        """The layers of a module; of one that another reads without calling it, those of the other."""
+        """The layers of a module; of a module that another reads without a call, the layers of the other."""
         around = (each.module for each in self._gates if gate.module in each.module.modules())
         return next((probe.phases[module] for module in (gate.module, *around) if module in probe.phases), {0})
 
 
 class _Left(Exception):
-    """Leaves the model's forward with what is about to enter the first layer that is not run."""
+    """Leaves the model's forward with the input of the first layer that is not run."""
 
     def __init__(self, hidden: Tensor) -> None:
         super().__init__("the rest of the model is on other ranks")
@@ -411,7 +409,7 @@ def _check_chain(
     free: set[nn.Parameter],
     hint: str,
 ) -> None:
-    """Refuse values that reach a layer past the chain; enter the frames' own parameters into layers."""
+    """Refuse values that bypass the chain; enter the frames' own parameters into layers."""
     ends = [leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
     for layer in layers:
         starts = ends if layer.number == len(layers) - 1 else [probe.marks[layer.number]]
@@ -438,7 +436,7 @@ def _check_chain(
 
 
 def _hint(model: nn.Module) -> str:
-    """The way out for mixtures of transformers, which hand every block's router logits to the loss."""
+    """The advice for mixtures of transformers, whose loss reads every block's router logits."""
     if not getattr(getattr(model, "config", None), "output_router_logits", False):
         return ""
     return "set output_router_logits=False in its configuration, which trains without the routers' auxiliary loss, "
@@ -489,5 +487,5 @@ def _gated(module: nn.Module) -> bool:
 
 
 def _is_absent(parameter: nn.Parameter) -> bool:
-    """Whether it is of another chunk, whose values are not gathered."""
+    """Whether a parameter is of another chunk, whose values are not gathered."""
     return isinstance(parameter, Absent)

@@ -18,15 +18,15 @@ class Gate:
     """The outermost layer of a module's forward ([Note: layers of a forward]).
 
     Args:
-        enter: gives what the module returns, for its caller.
+        enter: returns the module's output for its caller.
         path: the module's name in the model.
 
     Attributes:
         inner: the forward inside of the gate.
-        learned: whether what it returns is made with parameters, its own or those before it.
-        overwritten: whether a frame writes into what it returns.
-        takes: of a block, which leaf of its arguments is the activation.
-        returns: of the last block, which leaf of its output is the activation.
+        learned: whether its output depends on parameters, its own or earlier ones.
+        overwritten: whether a frame writes into its output.
+        takes: of a block, the index of the activation among the leaves of its arguments.
+        returns: of the last block, the index of the activation among the leaves of its output.
     """
 
     def __init__(self, enter: Enter, path: str, module: nn.Module) -> None:
@@ -41,7 +41,7 @@ class Gate:
         return self._enter(self, args, kwargs)
 
     def remove(self) -> None:
-        """Leave the module without this gate."""
+        """Remove this gate from the module."""
         remove(self.module, self._layer)
 
     def _around(self, inner: Callable[..., Any]) -> "Gate":
@@ -50,10 +50,10 @@ class Gate:
 
 
 def open_up(tree: Any, gate: Gate, given: Any = ()) -> None:
-    """Let the values inside of dataclasses be seen, which torch takes for one value each.
+    """Register dataclasses in an output with torch's pytrees, which treat each as one value.
 
     Args:
-        given: what the module took, and may hand on as it is.
+        given: the module's arguments, which it may return unchanged.
 
     Raises:
         ModelError: an object of another class has tensors inside.
@@ -87,17 +87,17 @@ def _from_values(values: Any, context: Any) -> Any:
 
 
 def place_of_activation(tree: Any) -> int:
-    """Which leaf is the activation: the first that is made with parameters, else the first that could be one."""
+    """The index of the activation's leaf: the first that requires a gradient, else the first floating-point tensor."""
     leaves = tree_leaves(tree)
     carriers = [n for n, leaf in enumerate(leaves) if _carries(leaf)]
     return next((n for n in carriers if leaves[n].requires_grad), carriers[0] if carriers else len(leaves))
 
 
 def activation_at(tree: Any, place: int, gate: Gate) -> Tensor:
-    """The leaf that is handed from stage to stage.
+    """The leaf that is sent from stage to stage.
 
     Raises:
-        ModelError: it could carry no gradient.
+        ModelError: it cannot carry a gradient.
     """
     leaves = tree_leaves(tree)
     if place < len(leaves) and _carries(leaves[place]):
@@ -117,5 +117,5 @@ def with_activation(tree: Any, place: int, hidden: Tensor) -> Any:
 
 
 def _carries(leaf: Any) -> bool:
-    """Whether a value can be handed from stage to stage and a gradient back."""
+    """Whether a value can be sent from stage to stage, and its gradient back."""
     return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())

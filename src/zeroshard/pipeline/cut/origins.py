@@ -1,11 +1,11 @@
-"""The origins of values: which modules made what later layers read besides the activation, seen in one forward.
+"""The origins of values: modules whose outputs later layers read beside the activation, found in one forward.
 
-[Note: values beside the activation] A stage passes over the modules of earlier stages, and what these return besides
-the activation (masks, ids, lengths) may be read later: by a block, by the code around the blocks, or by the loss. Such
-a value has no gradient; else the model is no chain. The probe follows every value through the operations of one
-forward, by the storage that holds it: a *source* is one value that a module returned, and it crosses each boundary
-between its own layer and the last layer that reads it, or something made from it without a gradient. A value taken into
-Python (`item`, a condition, a loop over a list) can be used anywhere, so its sources cross all boundaries.
+[Note: values beside the activation] A stage skips the modules of earlier stages, but their outputs besides the
+activation (masks, ids, lengths) may be read later: by a block, by the code around the blocks, or by the loss. Such a
+value has no gradient; else the model is no chain. The probe follows every value through the operations of one forward,
+by its storage: a *source* is one value that a module returned, and it crosses each boundary between its own layer and
+the last layer that reads it, or a result of it without a gradient. A value read by Python (`item`, a condition, a loop
+over a list) can be used anywhere, so its sources cross all boundaries.
 """
 
 import math
@@ -20,12 +20,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-INTO_PYTHON = ("tolist", "numpy", "__array__", "__dlpack__")  # which no dispatcher sees
-SHAPES_ONLY = ("_like", "new_")  # names of operators that take no values of the tensor
+INTO_PYTHON = ("tolist", "numpy", "__array__", "__dlpack__")  # not seen by the dispatcher
+SHAPES_ONLY = ("_like", "new_")  # names of operators that read only the shape
 
 
 class ReturnedValue(NamedTuple):
-    """One leaf of what a module returned: the module's name, which of its calls in a forward, and the leaf's place."""
+    """One leaf of a module's output: the module's name, the number of its call in a forward, and the leaf's index."""
 
     path: str
     call: int
@@ -33,7 +33,7 @@ class ReturnedValue(NamedTuple):
 
 
 class Aside(NamedTuple):
-    """A tensor that a module made and did not return, and that another layer read: the module, and both layers."""
+    """A tensor that a module made but did not return, and another layer read: the module, and both layers."""
 
     path: str
     made: int
@@ -41,7 +41,7 @@ class Aside(NamedTuple):
 
 
 class _Call:
-    """A gated module that runs: its layer, the storages of what it made from its arguments, and its reads."""
+    """A running gated module: its layer, the storages of results of its arguments, and whether it reads values."""
 
     def __init__(self, path: str, layer: int, taken: set[int], has_parameters: bool) -> None:
         self.path, self.layer, self.data = path, layer, taken
@@ -53,12 +53,12 @@ class Origins(TorchDispatchMode):
     """Follows values through one forward; entered around it.
 
     Attributes:
-        last_read: by source, the last layer that reads it; infinite where it went into Python.
+        last_read: by source, the last layer that reads it; infinite if Python read it.
         layer_of: by source, the layer of its module.
-        alike: sources that are one tensor, by its identity at the time.
+        alike: sources of one tensor, with the tensor.
         asides: tensors that reached other layers without being returned.
-        leaves: by module and call, how many values a module returned.
-        phase: the number of blocks that have run, of the code around them.
+        leaves: by module and call, the number of returned values.
+        phase: number of blocks that have run, the layer of the code around them.
     """
 
     supports_higher_order_operators = True
@@ -73,25 +73,25 @@ class Origins(TorchDispatchMode):
         self.phase = 0
         self._marks: dict[int, set[ReturnedValue]] = {}  # by storage
         self._made: dict[int, _Call] = {}  # storages of what modules made from their arguments
-        self._alive: list[StorageWeakRef] = []  # no other storage takes the place of one that is gone
+        self._alive: list[StorageWeakRef] = []  # so that no address is reused
         self._call: _Call | None = None
         self._paused = False
         self._python = _IntoPython(self._value_read)
 
     def __enter__(self) -> "Origins":
-        """Follow from here on."""
+        """Start to follow."""
         self._python.__enter__()  # type: ignore[no-untyped-call]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """Follow no longer."""
+        """Stop following."""
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._python.__exit__(*error)  # type: ignore[no-untyped-call]
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What is made inside has no origin."""
+        """Follow nothing inside."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -100,7 +100,7 @@ class Origins(TorchDispatchMode):
 
     @contextmanager
     def call(self, path: str, layer: int, args: Any, has_parameters: bool) -> Iterator[_Call | None]:
-        """A gated module runs; inside of another it is a part of that."""
+        """Follow a gated module's call; None inside of another's, which includes it."""
         if self._call is not None:
             yield None
             return
@@ -111,7 +111,7 @@ class Origins(TorchDispatchMode):
             self._call = None
 
     def returned(self, call: _Call, number: int, leaves: Sequence[Any], learned: bool) -> None:
-        """What a module returned, in its call of a number; of one that every stage runs, nothing is a source."""
+        """Enter a module's output as sources, unless every stage runs it (not `learned`)."""
         if not learned:
             self._made = {key: made for key, made in self._made.items() if made is not call}
             return
@@ -129,12 +129,12 @@ class Origins(TorchDispatchMode):
                 self.last_read[source] = math.inf
 
     def leave(self, leaves: Iterable[Any]) -> None:
-        """What leaves the model is read by its user."""
+        """Note that the model's output is read."""
         for leaf in _tensors(leaves):
             self._read(leaf, self.phase)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note what an operator reads, and what it makes of it."""
+        """Run an operator, and note its reads and results."""
         output = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
         if self._paused or any(part in name for part in SHAPES_ONLY):
@@ -163,7 +163,7 @@ class Origins(TorchDispatchMode):
         return self.phase if self._call is None else self._call.layer
 
     def _read(self, tensor: Tensor, layer: float) -> set[ReturnedValue]:
-        """Note that a layer reads a tensor; the sources that are in it."""
+        """Note that a layer reads a tensor; returns its sources."""
         key = _storage(tensor)
         sources = self._marks.get(key, set())
         if tensor.requires_grad and torch.is_grad_enabled() and layer < math.inf:
@@ -201,14 +201,14 @@ class Origins(TorchDispatchMode):
 
 
 class _IntoPython(TorchFunctionMode):
-    """Sees the reads that go past the dispatcher."""
+    """A mode for reads that bypass the dispatcher."""
 
     def __init__(self, read: Callable[[Tensor], None]) -> None:
         super().__init__()
         self._read = read
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note the tensor that a function takes into Python."""
+        """Note the tensor that a function converts to Python."""
         if getattr(func, "__name__", "") in INTO_PYTHON and args and isinstance(args[0], Tensor):
             self._read(args[0])
         return func(*args, **(kwargs or {}))

@@ -16,11 +16,11 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from zeroshard.errors import ModelError
 from zeroshard.units.forwards import instead
 
-HOOKS = ("_forward_pre_hooks", "_forward_hooks")  # of a module, that are called with what enters and what leaves it
+HOOKS = ("_forward_pre_hooks", "_forward_hooks")  # called with a module's input and output
 
 
 class Placeholders:
-    """Remembers, for each module and shape of its input, the shape of its output."""
+    """A cache of output shapes by module and input shapes."""
 
     def __init__(self) -> None:
         self._known: dict[Any, _Flat] = {}
@@ -28,22 +28,22 @@ class Placeholders:
         self._on_meta: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] | None = None
 
     def record(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Note what a real call returned; used where the module cannot run on the meta device."""
+        """Record the output shapes of a real call, for a module that cannot run on the meta device."""
         shapes = tree_leaves(tree_map(_shape_of, (args, kwargs)))
         self._recorded[_key(module, args, kwargs)] = shapes, tree_flatten(tree_map(_shape_of, output))
 
     def forget(self) -> None:
-        """Find all shapes anew: the dtypes of parameters have changed, and which of them are on meta."""
+        """Clear the cache: dtypes of parameters, or their devices, have changed."""
         self._known.clear()
         self._on_meta = None
 
     def drop(self, module: nn.Module) -> None:
-        """What a module returned when it was recorded is no longer what it returns."""
+        """Drop a module's recorded shapes, which are out of date."""
         self._recorded = {key: shapes for key, shapes in self._recorded.items() if key[0] != id(module)}
 
     @contextmanager
     def on_device(self, model: nn.Module, device: torch.device | None) -> Iterator[None]:
-        """Let parameters on meta be NaN on `device`: the code around the modules may ask them where inputs belong."""
+        """Replace parameters on meta by NaN on `device` inside: code around modules may read a parameter's device."""
         if self._on_meta is None:
             sites = ((m, name, p) for m in model.modules() for name, p in m._parameters.items() if p is not None)
             self._on_meta = [
@@ -65,7 +65,7 @@ class Placeholders:
             writable: give every element its own memory, for models that write into the output.
 
         Raises:
-            ModelError: the module cannot run on the meta device, and no real call says what it returns.
+            ModelError: the module cannot run on the meta device, and no real call was recorded.
         """
         key = _key(module, args, kwargs)
         if key not in self._known:
@@ -105,10 +105,10 @@ class Placeholders:
 
 
 class _AnyDtype(TorchDispatchMode):
-    """Lets grouped products have a shape on meta in every dtype; torch computes them in all and shows bf16 alone."""
+    """A mode that gives grouped products a shape on meta in every dtype; torch has it for bf16 only."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """As torch does, but for that operator."""
+        """Run the operator, grouped products on meta by `_grouped_mm`."""
         if func is torch.ops.aten._grouped_mm.default and args[0].is_meta:
             return _grouped_mm(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
@@ -117,7 +117,7 @@ class _AnyDtype(TorchDispatchMode):
 def _grouped_mm(
     one: Tensor, other: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """The shape of products by groups: of rows, of columns, of both, or of what is summed over."""
+    """An empty meta tensor in the shape of grouped products: groups of rows, of columns, or of the summed dimension."""
     shape: tuple[int, ...] = one.shape[-2], other.shape[-1]
     if one.dim() == other.dim() == 2:
         assert offs is not None
@@ -139,7 +139,7 @@ class _Shape:
 
 
 def _alike(inputs: list[Any], outputs: list[Any], now: list[Any]) -> list[Any] | None:
-    """The outputs for the inputs `now`, where each tensor returned had shape and dtype of a tensor taken."""
+    """The outputs for the inputs `now`, if each returned tensor had shape and dtype of one input; else None."""
     found = []
     for output in outputs:
         same = {new for old, new in zip(inputs, now, strict=True) if isinstance(output, _Shape) and old == output}
@@ -165,16 +165,16 @@ METADATA = ("__get__", "dim", "size", "stride", "numel", "element_size", "is_flo
 
 
 class Unsent(Tensor):
-    """A placeholder for integers or booleans that no later layer read in the example, and that are not sent."""
+    """A placeholder for integers or booleans that no later layer read in the example, and so are not sent."""
 
     path: str
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Shape, dtype and device are known; values are not.
+        """Answer functions of shape, dtype and device.
 
         Raises:
-            ModelError: a function asks for values.
+            ModelError: a function reads values.
         """
         if getattr(func, "__name__", "") not in METADATA:
             path = next((leaf.path for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Unsent)), "a module")
@@ -188,7 +188,7 @@ class Unsent(Tensor):
 
 
 def unsent(leaf: Any, path: str) -> Any:
-    """A leaf of a placeholder whose values stay on their stage: NaN shows itself, integers must not be read."""
+    """A leaf of a placeholder whose values are not sent: floats are NaN, integers must not be read."""
     if not isinstance(leaf, Tensor) or leaf.is_floating_point() or leaf.is_complex():
         return leaf
     absent = torch.Tensor._make_subclass(Unsent, leaf)
@@ -213,7 +213,7 @@ def _key(module: nn.Module, args: Any, kwargs: Any) -> Any:
 def stand_in(
     frames: Iterable[nn.Module], elsewhere: Callable[[nn.Parameter], bool], device: torch.device | None = None
 ) -> Iterator[None]:
-    """Give frames, whose forwards run with every layer, NaN for those of their own parameters that are elsewhere.
+    """Replace the frames' own parameters that are `elsewhere` by NaN inside; frames run with every layer.
 
     Args:
         device: of the placeholders; by default that of the parameter.

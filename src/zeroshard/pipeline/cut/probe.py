@@ -1,9 +1,9 @@
-"""One forward of a whole model that is to be cut: which module runs when, and what autograd and buffers show of it.
+"""The probe: one forward of the whole model before its cut, with the order of modules, the graph, and buffer uses.
 
-[Note: probing without weights] Of a model on the meta device the frames run on the example itself, as they will on
-every stage: what they ask of the batch (is the mask full, how long is the longest row) needs values. Modules with
-parameters run on the meta device and return placeholders, which autograd connects with their parameters. One that asks
-for a value inside runs once on random weights, which are freed before the next. Nothing is kept for a backward.
+[Note: probing without weights] In a model on the meta device the frames run on the example itself, as on every stage,
+since they may read values of the batch (is the mask full, how long is the longest row). Modules with parameters run on
+the meta device and return placeholders, which autograd connects with their parameters. A module that reads a value
+inside runs once on random weights, which are freed before the next. Nothing is saved for a backward.
 """
 
 import math
@@ -34,17 +34,17 @@ class Probe:
     Args:
         blocks: the modules between which the model can be cut.
         placeholders: records every output's shape.
-        device: where the frames of a model on meta run; None where the model runs as it is.
+        device: device for the frames of a model on meta; None if the model runs as it is.
 
     Attributes:
-        order: the blocks as they ran.
-        phases: of every other gated module, after how many blocks it ran.
-        entered: what entered each block and the suffix.
-        marks: the graph's nodes of these; None where nothing needs a gradient.
-        returned: by id, what modules returned, with the version that they or others among them left it in.
-        stands_for: of parameters that took another's place for the forward, that other.
-        on_phase: called when a phase ends, with its number.
-        origins: of what layers read besides the activation.
+        order: the blocks in the order in which they ran.
+        phases: for every other gated module, the numbers of blocks before its calls.
+        entered: the inputs of each block and of the suffix.
+        marks: their nodes in the graph; None without a gradient.
+        returned: by id, returned tensors with their gates, and their latest versions left by modules.
+        stands_for: the original of each parameter that was replaced for the forward.
+        on_phase: called with the number of each phase as it ends.
+        origins: origins of values that layers read beside the activation.
     """
 
     def __init__(self, blocks: set[nn.Module], placeholders: Placeholders, device: torch.device | None = None) -> None:
@@ -61,7 +61,7 @@ class Probe:
         self._apart = False
 
     def enter(self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a module and note it."""
+        """Run a module and record it."""
         if gate.module not in self._blocks:
             self.phases.setdefault(gate.module, set()).add(self._phase)
             return self._call(gate, args, kwargs)
@@ -100,7 +100,7 @@ class Probe:
 
     @contextmanager
     def leaving(self, model: nn.Module) -> Iterator[None]:
-        """Note what the model returns inside."""
+        """Note the model's output inside."""
         handle = model.register_forward_hook(lambda module, args, output: self.origins.leave(tree_leaves(output)))
         try:
             yield
@@ -108,7 +108,7 @@ class Probe:
             handle.remove()
 
     def _call(self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a module, and let what it returns be known for its own."""
+        """Run a module, and enter its output as its sources."""
         has_parameters = next(gate.module.parameters(), None) is not None
         with self.origins.call(gate.path, self._phase, (args, kwargs), has_parameters) as call:
             output = self._run(gate, args, kwargs)
@@ -136,7 +136,7 @@ class Probe:
         return output
 
     def _run_apart(self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a module of a model without weights; placeholders for its output ([Note: probing without weights])."""
+        """Run a module without weights; returns placeholders for its output ([Note: probing without weights])."""
         assert self._device is not None
         is_block = gate.module in self._blocks
         taken = tree_map(_to_meta, (args, kwargs))
@@ -165,11 +165,11 @@ class Probe:
 
 
 class BufferUses(TorchFunctionMode):
-    """In which phases of a forward the buffers of some modules are written and read; entered around that forward.
+    """A mode that records the phases of a forward in which buffers are written and read.
 
     Attributes:
-        phases: by buffer, those that write it; buffers that no phase writes are left out.
-        read: by buffer, those that read it.
+        phases: by buffer, the phases that write it; buffers without writes are left out.
+        read: by buffer, the phases that read it.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -181,13 +181,13 @@ class BufferUses(TorchFunctionMode):
         self._reads: set[Site] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note which buffers a function of torch takes."""
+        """Note the buffers among a function's arguments."""
         taken = {id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         self._reads |= {(m, name) for m in self._modules for name, buffer in m._buffers.items() if id(buffer) in taken}
         return func(*args, **(kwargs or {}))
 
     def look(self, phase: int) -> None:
-        """A phase has ended."""
+        """Record the buffer uses of a phase that has ended."""
         for site in self._reads:
             self.read.setdefault(site, set()).add(phase)
         before, self._values = self._values, self._now()
@@ -214,10 +214,10 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 @contextmanager
 def without_weights(model: nn.Module, probe: Probe, whole: set[nn.Module], device: torch.device) -> Iterator[None]:
-    """Let the frames of a model on meta run on `device`: placeholders for all parameters, ones in their buffers.
+    """Replace parameters of a model on meta by placeholders on `device`, and its frames' buffers by ones.
 
     Args:
-        whole: modules that run on meta with all that is inside of them.
+        whole: modules that run on meta, with their buffers.
     """
     with ExitStack() as undo:
         for module in model.modules():
@@ -235,7 +235,7 @@ def without_weights(model: nn.Module, probe: Probe, whole: set[nn.Module], devic
 
 @contextmanager
 def all_trainable(model: nn.Module) -> Iterator[None]:
-    """Let every parameter take part in the graph."""
+    """Make every parameter require a gradient inside."""
     frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point()]
     try:
         for parameter in frozen:
@@ -249,7 +249,7 @@ def all_trainable(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[set[Site]]:
-    """Undo what a forward does to buffers and random numbers; the set is filled with the buffers that it changed."""
+    """Restore buffers and random numbers after a forward; yields a set, which gets the buffers that it changed."""
     owned = [(module, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()]
     sites = {(module, name) for module, name, _ in owned}
     before = [(buffer, buffer.clone()) if buffer is not None and not buffer.is_meta else None for *_, buffer in owned]
@@ -275,17 +275,17 @@ def unchanged(model: nn.Module) -> Iterator[set[Site]]:
             for module in model.modules():
                 for name, buffer in [*module._buffers.items()]:
                     if (module, name) not in sites and buffer is not None and buffer.is_meta:
-                        del module._buffers[name]  # registered on the way, and without values
+                        del module._buffers[name]  # registered in the forward, and without values
 
 
 def _unseen_by_autograd() -> bool:
-    """Whether a block runs without a graph, or in one that will be made again in the backward."""
+    """Whether a block runs without a graph, or under torch.utils.checkpoint."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return not torch.is_grad_enabled() or (hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint")
 
 
 class _StandIn(torch.autograd.Function):
-    """A tensor on a device that autograd takes to be made from one on meta."""
+    """A tensor on a device with a graph edge from a tensor on meta."""
 
     @staticmethod
     def forward(ctx: Any, source: Tensor, device: torch.device) -> Tensor:
@@ -295,7 +295,7 @@ class _StandIn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """Never: only the graph is looked at."""
+        """Never called: only the graph is used."""
         raise NotImplementedError("a placeholder has no gradient")
 
 
@@ -309,7 +309,7 @@ def _to_meta(leaf: Any) -> Any:
 
 @contextmanager
 def _own_parameters(module: nn.Module, stands_for: dict[Any, nn.Parameter]) -> Iterator[None]:
-    """Give a module on meta its own parameters in the place of those that stand for them, for a while."""
+    """Restore the own parameters of a module on meta inside."""
     with ExitStack() as undo:
         for part in module.modules():
             for name, absent in list(part._parameters.items()):
@@ -320,7 +320,7 @@ def _own_parameters(module: nn.Module, stands_for: dict[Any, nn.Parameter]) -> I
 
 @contextmanager
 def _random_weights(module: nn.Module, device: torch.device, stands_for: dict[Any, nn.Parameter]) -> Iterator[None]:
-    """Give a module on meta weights on `device`, and ones in its buffers, for a while."""
+    """Give a module on meta random weights on `device`, and ones in its buffers, inside."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     with ExitStack() as undo:
         for part in module.modules():

@@ -1,4 +1,4 @@
-"""Balance: cut a chain of layers into contiguous parts that take as equal a time as can be."""
+"""Balance: cut a chain of layers into contiguous parts of nearly equal time."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -8,9 +8,9 @@ from zeroshard.errors import PlanError
 
 
 def balance(times: Sequence[float], parts: int, least: int = 1) -> list[int]:
-    """The first layer of each part, so that the slowest part takes the least time there is.
+    """The first layer of each part, such that the time of the slowest part is minimal.
 
-    Of all cuts with that slowest part, one with the least sum of squares: what is left is spread evenly too.
+    Of all such cuts, it is one with the least sum of squares, so that the other parts are balanced too.
 
     Args:
         times: of each layer; the unit does not matter.
@@ -41,7 +41,7 @@ def balance(times: Sequence[float], parts: int, least: int = 1) -> list[int]:
 def _cut(
     sums: Sequence[float], parts: int, least: int, add: Callable[[float, float], float]
 ) -> tuple[float, list[int]]:
-    """The least cost of all cuts, and the first layers of one that has it; `add` puts a part's time onto a cost."""
+    """The least cost of all cuts, and the first layers of one with it; `add` adds a part's time to a cost."""
     layers = len(sums) - 1
     costs: list[float] = [0] + [math.inf] * layers  # of cutting the first n layers into as many parts as gone through
     starts: list[list[int]] = []

@@ -33,7 +33,7 @@ def measure(
     Layers on the meta device are given random weights for the measurement.
 
     Args:
-        forward: runs the model on a microbatch that is on `device`, down to the loss.
+        forward: runs the model on a microbatch on `device`, down to the loss.
         now: seconds of the clock to measure by.
     """
     costs = []
@@ -103,7 +103,7 @@ class _Measurement:
 
 @contextmanager
 def _real_parameters(chain: Chain, layer: Layer, device: torch.device) -> Iterator[list[nn.Parameter]]:
-    """Give a layer real weights on the device for a while."""
+    """Give a layer real weights on the device inside."""
     changed, real = [], []
     for parameter in layer.parameters.values():
         values = torch.randn(parameter.shape) * 0.02 if parameter.is_meta else parameter.detach()
@@ -121,7 +121,7 @@ def _real_parameters(chain: Chain, layer: Layer, device: torch.device) -> Iterat
 
 @contextmanager
 def _real_buffers(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Give the model copies of its buffers on the device for a while: ones, where they are on meta."""
+    """Give the model copies of its buffers on the device inside; ones for buffers on meta."""
     changed = []
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):

@@ -80,7 +80,7 @@ class Partition:
 
     @property
     def memory_bytes(self) -> int:
-        """Of the device that needs most."""
+        """Bytes of the device with the largest need."""
         return max(stage.memory_bytes for stage in self.stages)
 
 
@@ -145,7 +145,7 @@ def _check(layers: Sequence[LayerCost], objective: str, shape: str, cluster: Clu
 
 
 def _does_not_fit(task: "_Task") -> PlanError:
-    """The need of the split that needs least."""
+    """The error with the need of the split that needs least memory."""
     whole = replace(task, objective=_Memory(), limit=None).table(len(task.cluster.levels), Fraction(0))
     least, limit = math.ceil(whole.best(0, len(task.layers) - 1)), task.limit or 0
     return PlanError(
@@ -156,7 +156,7 @@ def _does_not_fit(task: "_Task") -> PlanError:
 
 
 def _kept(task: "_Task", stages: Sequence[PartitionStage]) -> Iterator[PartitionStage]:
-    """The stages with their time in all and what their devices keep."""
+    """The stages with their total time, versions and memory."""
     for number, stage in enumerate(stages):
         versions = -(-sum(other.replicas for other in stages[number:]) // stage.replicas)
         kept = math.ceil(task.memory(stage.first, stage.last, versions))

@@ -1,4 +1,4 @@
-"""A profile: what each layer of a model costs for one microbatch, as measured, in a JSON file."""
+"""A profile: the measured costs of each layer of a model for one microbatch, in a JSON file."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ class LayerCost:
         forward_seconds: time of its forward.
         backward_seconds: time of its whole backward.
         activation_bytes: its output, which goes to the next layer.
-        saved_bytes: what its forward keeps for its backward.
+        saved_bytes: tensors that its forward saves for its backward.
         parameter_bytes: its parameters.
     """
 
@@ -32,7 +32,7 @@ class LayerCost:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """The layers of a model from first to last, and where they were measured."""
+    """The costs of a model's layers from first to last, and the machine of the measurement."""
 
     model: str
     machine: str
@@ -54,7 +54,7 @@ class Profile:
 
     @classmethod
     def load(cls, path: Path) -> "Profile":
-        """Read what `save` wrote.
+        """Read a file of `save`.
 
         Raises:
             DataError: no such file, or no profile.

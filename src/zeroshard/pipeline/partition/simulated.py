@@ -1,9 +1,9 @@
 """The partitioner's choice under the simulator: of the splits that both published cost models find, the fastest.
 
-Neither model knows all that a pipeline waits for. The paper hides an exchange behind the computation, and counts its
-bytes m/1 times over; the authors' program adds it up and counts them twice; both take messages as if they were never
-waited for. Here PipeDream's schedule (SOSP 2019, section 3.2) runs on a clock, with exchanges that begin when the
-backwards of a round have ended, and 2 (m-1)/m of the weights from each of m replicas, as the engine does them.
+Neither model covers all waits of a pipeline. The paper hides an exchange behind the computation, and counts its bytes
+m/1 times over; the authors' program adds it up and counts them twice; both ignore waits for messages. Here PipeDream's
+schedule (SOSP 2019, section 3.2) runs on a clock, with exchanges that begin when the backwards of a round have ended,
+and 2 (m-1)/m of the weights from each of m replicas, as in the engine.
 """
 
 import math

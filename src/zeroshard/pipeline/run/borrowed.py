@@ -1,8 +1,8 @@
-"""Borrowed weights: what a stage computes with and another stage owns, as tied embeddings at both ends of a model.
+"""Borrowed weights: weights that a stage uses and another stage owns, as tied embeddings at both ends of a model.
 
-The owner updates the weights and lends each new version; the borrower adds up its gradients and repays them before the
-owner's update. So the tied weight has one optimizer state, one place in the norm, and follows the update rule of the
-owner's stage: gradients of both uses at one version of it.
+The owner updates the weights and lends each new version; the borrower sums its gradients and repays them before the
+owner's update. So the tied weight has one optimizer state, counts once in the norm, and follows the update rule of the
+owner's stage: gradients of both uses are at one version of it.
 """
 
 from collections.abc import Sequence
@@ -16,14 +16,15 @@ from zeroshard.units.hooks import GradientHooks
 
 
 class Borrowed:
-    """The weights that one chunk borrows from one owner, one behind the other in flat buffers.
+    """The weights that one chunk borrows from one owner, concatenated in flat buffers.
 
     Args:
-        parameters: as they are now, values included; `sites` says where each stands in the model.
+        parameters: the present parameters, with values.
+        sites: module and name of each in the model.
 
     Attributes:
-        gradient: the sum that was not repaid yet [numel], fp32 or wider.
-        latest: number of the newest version that is here.
+        gradient: the sum since the last repayment [numel], fp32 or wider.
+        latest: number of the newest version on this rank.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], sites: Sequence[Sequence[Site]], ledger: Ledger) -> None:
@@ -45,34 +46,34 @@ class Borrowed:
         self._install(self._current[1])
 
     def begin(self, key: object) -> None:
-        """A forward named `key` uses the current version; it is kept until `end(key)`."""
+        """Use the current version for the forward `key`; it is kept until `end(key)`."""
         self._slot_at[key] = self._current
         self._uses[id(self._current[0])] = self._uses.get(id(self._current[0]), 0) + 1
         self._install(self._current[1])
 
     def again(self, key: object) -> None:
-        """Put back what the forward `key` used, for its recomputation."""
+        """Reinstall the version of the forward `key`, for its recomputation."""
         self._install(self._slot_at[key][1])
 
     def end(self, key: object) -> None:
-        """The backward of `key` is done."""
+        """Release the version of `key` after its backward."""
         slot = self._slot_at.pop(key)
         self._uses[id(slot[0])] -= 1
         if slot is not self._current and not self._uses[id(slot[0])]:
             self._free.append(slot)
 
     def room(self, idle: bool) -> torch.Tensor:
-        """A buffer [numel] for a version to come; they are taken in the order in which room was made.
+        """A buffer [numel] for a coming version; `take` uses the buffers in the same order.
 
         Args:
-            idle: no forward and no backward comes before it is taken; it may then take the place of the current one.
+            idle: no forward or backward runs before `take`; the buffer may then be the current one's.
         """
         slot = self._current if idle and not self._slot_at else self._free.pop() if self._free else self._new()
         self._coming.append(slot)
         return slot[0]
 
     def take(self) -> None:
-        """The next version has arrived in its buffer."""
+        """Install the next version, which has arrived in its buffer."""
         before, self._current = self._current, self._coming.pop(0)
         if before is not self._current and not self._uses.get(id(before[0])):
             self._free.append(before)
@@ -106,7 +107,7 @@ class Borrowed:
 
 
 class _AddTo:
-    """Moves a parameter's gradient into the sum."""
+    """A hook that moves a parameter's gradient into the sum."""
 
     def __init__(self, total: torch.Tensor) -> None:
         self.total = total

@@ -1,4 +1,4 @@
-"""Chunks: the actions of a list on the weights and gradients of a rank's chunks, beside forwards and backwards."""
+"""Chunks: actions on the weights and gradients of a rank's chunks, besides forwards and backwards."""
 
 from collections.abc import Mapping
 
@@ -15,9 +15,9 @@ class Chunks:
     """Gathers, frees, reduces, updates and lends the chunks of one rank.
 
     Attributes:
-        handlers: of its actions but UPDATE.
+        handlers: of its actions except UPDATE.
         early: reductions that start before their action.
-        trains: whether the list under way is of a step, and not of an evaluation.
+        trains: whether the current list is of a step, not of an evaluation.
     """
 
     def __init__(self, stage: Stage, parts: Parts, sequence: StepSequence, tied: TiedWeights) -> None:
@@ -42,21 +42,21 @@ class Chunks:
         }
 
     def begin(self, actions: Schedule) -> None:
-        """A list begins."""
+        """Begin a list."""
         self._updates_left = sum(action.kind is Kind.UPDATE for action in actions)
         self._sequence.begin()
         self.early.plan(actions)
 
     def use(self, action: Action) -> None:
-        """Put the version of the weights that an action uses into the modules."""
+        """Install an action's version of the weights in the modules."""
         for part in self._parts[action.chunk]:
             part.versions.use(action.version)
 
     def backward(self, action: Action) -> None:
-        """A backward of a chunk begins, or its second part; gradients of 16 bits go into wider sums one by one.
+        """Begin a backward of a chunk, or its second part; 16-bit gradients are added to wider sums one by one.
 
-        Reductions in shared memory end here: inside of a backward, which gradient comes first may depend on a rank's
-        data, and this rank would wait for one that waits for it in a layer.
+        Reductions in shared memory end before it: inside of a backward, the order of gradients may depend on a rank's
+        data, and two ranks could wait for each other.
         """
         for gradients in (part.gradients for part in self._parts[action.chunk]):
             if gradients is not None:
@@ -66,7 +66,7 @@ class Chunks:
         self.early.begin(action)
 
     def restart(self) -> None:
-        """Count versions anew; nothing is in flight."""
+        """Restart the numbers of versions; nothing is in flight."""
         self._tied.settle()
         for part in (part for parts in self._parts.values() for part in parts):
             part.versions.restart()
@@ -76,7 +76,7 @@ class Chunks:
         self._sequence.decide(self._steps)
 
     def update(self, action: Action) -> None:
-        """Update a chunk, as decided."""
+        """Update a chunk by the decision."""
         self._updates_left -= 1
         last = self._streams or not self._updates_left
         self._sequence.update(self._parts[action.chunk], last)

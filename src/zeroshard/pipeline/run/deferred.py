@@ -22,9 +22,9 @@ Sums = Callable[[Tensor, int], Tensor]  # of gradients whose features several ra
 
 
 class Deferral:
-    """Lets the layers of a model whose classes are in `DEFERS` use the store that is open.
+    """Deferred weight gradients of a model's layers of the classes in `DEFERS`, by the open store.
 
-    Warns of matrices of other layers: their gradients are made at once, and fill no bubble.
+    Warns about matrices of other layers: their gradients are made at once, and fill no bubble.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -50,7 +50,7 @@ class Deferral:
 
     @property
     def store(self) -> WeightGradients | None:
-        """The store of the forward under way."""
+        """The store of the current forward."""
         return context.weight_gradients
 
     def into(self, store: WeightGradients) -> AbstractContextManager[None]:
@@ -65,11 +65,11 @@ class _Linear:
         self._module, self._plain = module, plain
 
     def __call__(self, input: Tensor, biased: bool = True, sums: Sums | None = None) -> Tensor:
-        """As the layer's own.
+        """The layer's output.
 
         Args:
             biased: whether to add the bias.
-            sums: adds the products of other ranks, which hold some of the outputs, too; for weight and bias.
+            sums: sums gradients of weight and bias over ranks with copies of the outputs.
         """
         x, bias = input, self._module.bias if biased else None
         weight = self._module.weight
@@ -84,9 +84,9 @@ class _Linear:
         return product
 
 
-# What makes the forwards of modules of a class, from the module and its plain forward.
+# Factories of forwards by class, from the module and its plain forward.
 DEFERS: dict[type[nn.Module], Callable[[Any, Callable[..., Any]], Callable[..., Any]]] = {nn.Linear: _Linear}
-ESCAPED = 0.1  # of the elements that are deferred, so many elsewhere are worth a warning
+ESCAPED = 0.1  # share of elements in other layers, relative to deferred ones, that gives a warning
 
 
 def _is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
@@ -94,7 +94,7 @@ def _is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
 
 
 def _makes_loss(module: nn.Module) -> bool:
-    """Whether a module's forward makes the gradient of its weight, with the loss."""
+    """Whether a module's forward computes the loss and the gradient of its weight."""
     return any(hasattr(one, "loss_chunk") for one in (module, module.forward))
 
 
@@ -134,7 +134,7 @@ class _Product(torch.autograd.Function):
 
 
 def _make(weight: Tensor, x: Tensor, gradient: Tensor, sums: Sums | None) -> None:
-    """Hand gradientᵀ·x, with x [..., I] and gradient [..., O], to autograd as the gradient of weight [O, I]."""
+    """Pass gradientᵀ·x, with x [..., I] and gradient [..., O], to autograd as the gradient of weight [O, I]."""
     with torch.no_grad():
         product = _rows(gradient).mT @ _rows(x)
         product = product if sums is None else sums(product, 0)

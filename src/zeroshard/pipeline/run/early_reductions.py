@@ -1,10 +1,10 @@
 """Reductions that start inside of a backward: unit by unit, while the backward that completes their gradients goes on.
 
-[Note: complete inside a backward] Autograd adds gradients up in the flat buffers without a call of Python, so nothing
-says when those of a unit are complete. In the one forward whose backward a REDUCE follows, the activation that enters
-each layer therefore gets a hook. When its gradient is there, the backward of this layer and of all later ones is over,
-but for weights that the model has computed with ahead of their layer: so the arrivals of that backward are looked
-through, too. What enters the first layer of a chunk comes last; its unit, and all that is left, is the REDUCE's own.
+[Note: complete inside a backward] Autograd sums gradients in the flat buffers without a Python call, so no event marks
+a unit's as complete. Therefore, in the one forward whose backward a REDUCE follows, each layer's input gets a hook.
+When its gradient exists, the backward of this layer and of all later ones is over, except for weights used ahead of
+their layer: so the arrivals of that backward are checked too. The input of a chunk's first layer comes last; its unit,
+and all remaining ones, are left to the REDUCE.
 """
 
 import weakref
@@ -24,7 +24,7 @@ from zeroshard.step.backward import Backward
 class EarlyReductions:
     """Starts reductions of one rank's units ahead of the REDUCE of their chunk.
 
-    Only a whole backward, in a step that ends with a flush, does so, and only where gradients leave the buffer.
+    Only a whole backward, in a step that ends with a flush, starts them, and only if gradients are reduced over ranks.
 
     Args:
         units: of each chunk.
@@ -55,12 +55,12 @@ class EarlyReductions:
         return self._listen if listens else None
 
     def begin(self, action: Action) -> None:
-        """A backward begins."""
+        """Begin a backward."""
         if action[1:3] in self._completing:
             self._backward.reductions.begin(self._units[action.chunk])
 
     def start(self, first: int) -> None:
-        """The backward of unit `first` and of all later ones is over."""
+        """Start reductions: the backward of unit `first` and of all later ones is over."""
         self._backward.reductions.launch(self._complete, first)
 
     def _listen(self, layer: int, activation: Tensor) -> None:
@@ -77,7 +77,7 @@ class _Passed:
     __slots__ = ("early", "first")
 
     def __init__(self, early: EarlyReductions, first: int) -> None:
-        # weak, because Python cannot see a ring through what autograd holds
+        # weak: Python's collector cannot find a cycle through autograd
         self.early, self.first = weakref.ref(early), first
 
     def __call__(self, gradient: Tensor) -> None:

@@ -1,6 +1,6 @@
 """The executor: carries out the list of one pipeline rank, action by action.
 
-The messages of a list are asynchronous; a forward or backward waits for its own input and for nothing else.
+The messages of a list are asynchronous; a forward or backward waits only for its own input.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -47,15 +47,15 @@ class Microbatch:
 class _Flight:
     """A microbatch between its forward and its backward on one chunk."""
 
-    buffers: list[Tensor] = field(default_factory=list)  # of messages; weight gradients left for later read them
+    buffers: list[Tensor] = field(default_factory=list)  # of messages; deferred weight gradients read them
     hidden: Tensor | None = None
     beside: tuple[Tensor, Tensor | None] | None = None  # the values beside `hidden`, and their buffer
-    kept: Callable[[], Tensor] | None = None  # gives `hidden` again, if it does not stay
-    back: list[Tensor] | None = None  # will have the gradient of `hidden`, if that is no leaf
+    kept: Callable[[], Tensor] | None = None  # returns `hidden`, if it was moved
+    back: list[Tensor] | None = None  # gets the gradient of `hidden`, if that is no leaf
     edge: GradientEdge | None = None
     loss: Loss | None = None
-    replay: Replay | None = None  # where the forward is computed again
-    sample: bytes | None = None  # of its output, to be compared
+    replay: Replay | None = None  # if the forward is recomputed
+    sample: bytes | None = None  # of its output, for a comparison
     store: WeightGradients = field(default_factory=WeightGradients)
 
 
@@ -64,7 +64,7 @@ class Executor:
 
     Args:
         run: runs the model on a microbatch, down to the loss.
-        losses: filled with those of microbatches at the end of the model, means times their weights.
+        losses: gets the losses of microbatches at the end of the model, means times their weights.
 
     Attributes:
         interpreter: of the actions.
@@ -106,11 +106,11 @@ class Executor:
         self.interpreter = Interpreter(handlers, stage.world.mesh.now)
 
     def feed(self, parts: Mapping[int, Microbatch]) -> None:
-        """Microbatches, by number, that actions to come will use."""
+        """Add microbatches, by number, for coming actions."""
         self._parts.update(parts)
 
     def shapes(self, batch: Any) -> dict[int, Entering]:
-        """The shapes of a microbatch between this rank's chunks and their neighbours, by the layer that it enters."""
+        """The shapes of a microbatch's activations at the borders of this rank's chunks, by the entered layer."""
         return self.messages.shapes(batch, partial(self._run, batch))
 
     def run(self, actions: Schedule) -> None:
@@ -125,7 +125,7 @@ class Executor:
 
     @torch.no_grad()
     def evaluate(self, actions: Schedule, batch: Any, run: Run) -> Any:
-        """Run the forwards of `actions` on one microbatch, keeping nothing; returns the model's output, if here."""
+        """Run the forwards of `actions` on one microbatch, keeping nothing; returns the output on the last stage."""
         number = next((action.microbatch for action in actions if action.microbatch is not None), 0)
         kept, self._parts, self._run = (self._parts, self._run), {number: Microbatch(batch, 1.0)}, run
         self._at_once, result = set(), None
@@ -166,7 +166,7 @@ class Executor:
             self._keep(action, flight, output)
 
     def _enter(self, action: Action) -> _Flight:
-        """Wait for the activation that enters the chunk, and put its weights in place."""
+        """Wait for the chunk's input, and install its weights."""
         chunk, j = action.chunk, _number(action)
         flight = _Flight()
         if chunk > 0:
@@ -181,13 +181,13 @@ class Executor:
         return flight
 
     def _put_aside(self, flight: _Flight) -> None:
-        """Keep the input of a recomputed chunk where the plan says, not in the buffer of its message."""
+        """Keep the input of a recomputed chunk by the plan, not in the buffer of its message."""
         if self._keeps is not None and flight.hidden is not None:
             flight.kept, flight.hidden = self._keeps(flight.hidden), None
             self._release(flight)
 
     def _compute_once(self, action: Action, flight: _Flight) -> tuple[Any, Bypass]:
-        """A forward whose graph is kept; the graph alone holds its input, unless it stays in its buffer."""
+        """A forward with a graph; only the graph holds its input, unless it stays in its buffer."""
         if self._keeps is None or flight.hidden is None:
             return self._compute(action, flight)
         arrived, flight.back = flight.hidden.detach(), []
@@ -253,7 +253,7 @@ class Executor:
         gradient = self._gradient_of_output(chunk, j, flight)
         weight: float | Tensor = 1.0 if self._is_last(chunk) else self.messages.weights.take(chunk, j)
         start = self.interpreter.now()
-        self.tied.again((chunk, j))  # a recomputation by the model itself needs the weights of its forward
+        self.tied.again((chunk, j))  # the model's own recomputation needs the weights of its forward
         self._chunks.use(action)
         if flight.kept is not None:
             flight.hidden, flight.kept = flight.kept().requires_grad_(), None
@@ -284,7 +284,7 @@ class Executor:
             self._land(action)
 
     def _gradient_of_output(self, chunk: int, j: int, flight: _Flight) -> Tensor | None:
-        """The gradient that comes from the next chunk."""
+        """The gradient from the next chunk."""
         if self._is_last(chunk):
             return None
         local = self._out.pop((Kind.BACKWARD, chunk + 1, j), None)
@@ -310,7 +310,7 @@ class Executor:
         self._land(action)
 
     def _land(self, action: Action) -> None:
-        """The microbatch is done with this chunk."""
+        """Release a microbatch after its last action on a chunk."""
         chunk, j = action.chunk, _number(action)
         self._leave(action, self._flights.pop((chunk, j)))
         if not any(number == j for _, number in self._flights) and chunk < self._stage.pipeline.layout.stages:
@@ -375,12 +375,12 @@ class _Entrance(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
-        """There is nothing before it."""
+        """No gradient: it has no inputs in the graph."""
         return None, None
 
 
 def _followed_by_their_backward(actions: Sequence[Action]) -> set[Key]:
-    """The forwards whose backward is the next compute on this rank: computing them again would gain nothing."""
+    """The forwards whose backward is the next compute on this rank: recomputing them would gain nothing."""
     computes = [action for action in actions if action.kind in COMPUTE]
     pairs = pairwise(computes)
     return {

@@ -1,6 +1,6 @@
 """The messages of one pipeline rank, and the buffers they arrive in.
 
-Both ends work out the shape of a message from the microbatch, once per shape, and put it into the message's name. So
+Both ends compute the shape of a message from the microbatch, once per shape, and put it into the message's name. So
 ranks with different batches get an error, and no shape is sent.
 """
 
@@ -25,7 +25,7 @@ from zeroshard.schedule import Action, Kind
 from zeroshard.schedule.lower import LOANS_UNDER_WAY
 from zeroshard.step.losses import adds_penalties
 
-UNDER_WAY = 4  # messages on their way before the oldest is waited for; lists are verified to bear even none
+UNDER_WAY = 4  # messages in flight before a wait for the oldest; lists are verified even for none
 LOANS = (Purpose.LEND_WEIGHTS, Purpose.REPAY_GRADIENTS)
 SENDS = {Kind.SEND_FORWARD: Purpose.SEND_ACTIVATIONS, Kind.SEND_BACKWARD: Purpose.SEND_GRADIENTS}
 RECEIVES = {Kind.RECEIVE_FORWARD: Purpose.SEND_ACTIVATIONS, Kind.RECEIVE_BACKWARD: Purpose.SEND_GRADIENTS}
@@ -33,14 +33,14 @@ Shape = tuple[tuple[int, ...], torch.dtype]
 
 
 class Entering(NamedTuple):
-    """What enters a layer of another stage: the shape of the activation, and the values beside it."""
+    """The input of a layer from another stage: the shape of the activation, and the values beside it."""
 
     shape: Shape
     beside: SentValues
 
 
 class Messages:
-    """Sends and receives for one rank; nothing here waits but `take` and `finish`.
+    """Sends and receives of one rank; only `take`, `finish` and a full queue of sends wait.
 
     Attributes:
         weights: of penalties.
@@ -80,7 +80,7 @@ class Messages:
         return Entering((tuple(hidden.shape), hidden.dtype), SentValues.of(chain.crossing.at(layer), beside.known))
 
     def check(self, output: Tensor, expected: Shape, layer: int) -> None:
-        """Refuse an output whose shape is not the one that the next stage expects.
+        """Refuse an output of another shape than the next stage expects.
 
         Raises:
             BatchError: with both shapes.
@@ -100,7 +100,7 @@ class Messages:
 
         Args:
             layer: of an activation, or of its gradient: the layer that it enters.
-            saved: whether it stays for a backward.
+            saved: whether it is kept for a backward.
         """
         size, dtype = shape
         numel, scattered = torch.Size(size).numel(), self._stage.scattered.get(layer)
@@ -115,13 +115,13 @@ class Messages:
         self._gathers[name] = room, partial(scattered.gather, whole=numel, sent=purpose, label=label)
 
     def post_into(self, name: str, buffer: Tensor, size: Sequence[int], peer: int, purpose: Purpose) -> None:
-        """Let the message `name` arrive in `buffer`."""
+        """Post `buffer` for the message `name`."""
         self._posted[name] = (self._comm.receive(buffer, peer, purpose, _label(name, size)), buffer)
 
     def take(self, name: str) -> Tensor:
-        """Wait for the message `name`; hand its buffer to `release` when it is no longer needed.
+        """Wait for the message `name`; the caller passes its buffer to `release` after the last use.
 
-        A collective call of the ranks that hold it alike, where they gather it; the buffer may then end in padding.
+        If the message is scattered, a collective call of the replica's ranks; the buffer may then end in padding.
         """
         pending, buffer = self._posted.pop(name)
         pending.wait()
@@ -131,7 +131,7 @@ class Messages:
         return buffer
 
     def release(self, buffer: Tensor) -> None:
-        """The buffer of a message is free again."""
+        """Return the buffer of a message."""
         self._lenders.pop(id(buffer)).give(buffer)
 
     def send(
@@ -168,7 +168,7 @@ class Messages:
         return None if after is None or scattered is None else (GATHERS[after], numel)
 
     def finish(self) -> None:
-        """Wait until all sends have ended."""
+        """Wait for all sends."""
         for sent in self._sent.values():
             while sent:
                 self._drop(sent.pop(0))
@@ -185,10 +185,10 @@ SCALAR: Shape = ((1,), torch.float32)
 
 
 class PenaltyWeights:
-    """The weights of penalties on their way from the loss to earlier stages: a scalar beside each gradient message.
+    """The weights of penalties, sent from the loss to earlier stages: a scalar beside each gradient message.
 
-    A penalty weighs what its microbatch weighs in the mean of the step ([Note: penalties]). Where losses are sums, only
-    the stage with the loss knows that, when the backward begins. Models without penalties send nothing.
+    A penalty has its microbatch's weight in the mean of the step ([Note: penalties]). If losses are sums, only the
+    stage with the loss has this weight, when the backward begins. Models without penalties send nothing.
     """
 
     def __init__(self, stage: Stage, messages: "Messages") -> None:
@@ -202,12 +202,12 @@ class PenaltyWeights:
         return int(self._needed)
 
     def keep(self, chunk: int, j: int, weight: Weight) -> None:
-        """The backward of the chunk after this one has run with a weight."""
+        """Keep the weight with which the backward of the next chunk has run."""
         if self._needed:
             self._known[chunk, j] = weight
 
     def take(self, chunk: int, j: int) -> Weight:
-        """The weight of a backward whose gradient is there."""
+        """The weight of a backward whose gradient has arrived."""
         if not self._needed:
             return 1.0
         if (chunk, j) in self._known:
@@ -218,7 +218,7 @@ class PenaltyWeights:
         return weight
 
     def post(self, chunk: int, j: int, peer: int) -> None:
-        """Let the weight come with the gradient for a chunk."""
+        """Post the receive of the weight with the gradient for a chunk."""
         if self._needed:
             self._messages.post(_weight(chunk, j), SCALAR, peer, Purpose.SEND_GRADIENTS)
 
@@ -237,12 +237,12 @@ class ValuesBeside:
         self._left: dict[tuple[int, int], Tensor] = {}  # by the chunk that made or passed them, and microbatch
 
     def keep(self, chunk: int, j: int, slots: SentValues, beside: Bypass) -> None:
-        """A chunk has run; what the next one reads goes with its output."""
+        """Pack the values that the next chunks read, after a chunk has run."""
         if slots:
             self._left[chunk, j] = slots.pack(beside.known, self._device)
 
     def take(self, chunk: int, j: int, slots: SentValues) -> tuple[Tensor, Tensor | None] | None:
-        """The message for a chunk, and the buffer to release after its last use; None where nothing comes."""
+        """The message for a chunk, and the buffer to release after its last use; None without values."""
         if not slots:
             return None
         local = self._left.pop((chunk - 1, j), None)
@@ -252,7 +252,7 @@ class ValuesBeside:
         return buffer, buffer
 
     def post(self, chunk: int, j: int, slots: SentValues, peer: int, purpose: Purpose) -> None:
-        """Let the values come with the input of a chunk."""
+        """Post the receive of the values with the input of a chunk."""
         if slots:
             self._messages.post(_beside(chunk, j), ((slots.nbytes,), torch.uint8), peer, purpose)
 
@@ -276,10 +276,9 @@ def _label(name: str, size: Sequence[int]) -> str:
 
 
 def widened(output: Tensor, dtype: torch.dtype) -> Tensor:
-    """An activation in the dtype in which the next stage expects it, which torch.autocast may have narrowed.
+    """An activation in the dtype that the next stage expects, which torch.autocast may have narrowed.
 
-    Nothing is lost: the next layer narrows it again, and so is its gradient. Shapes are found on the meta device, which
-    has no autocast.
+    The next layer narrows it again, and so is its gradient. Shapes come from the meta device, which has no autocast.
     """
     narrowed = torch.is_autocast_enabled(output.device.type) and output.dtype.itemsize < dtype.itemsize
     return output.to(dtype) if narrowed else output

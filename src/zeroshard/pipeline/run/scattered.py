@@ -1,4 +1,4 @@
-"""Scattered messages: of an activation that several ranks of a stage hold alike, each sends a part to the next stage.
+"""Scattered messages: each rank of a replica sends a part of the same activation to the next stage.
 
 PTD-P (2104.04473, section 4.1) calls it scatter/gather: t tensor ranks would send the same tensor over t links. Each
 sends 1/t of it, to the rank in its place, and the ranks of the next stage gather the whole on arrival, over the faster
@@ -19,13 +19,13 @@ GATHERS = {  # the gather that follows the arrival of a part
 
 
 class Scattered:
-    """Parts of tensors that all ranks of `comm` hold alike, even ones; the last may end in padding."""
+    """Equal parts of tensors that are the same on all ranks of `comm`; the last may end in padding."""
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
 
     def numel(self, whole: int) -> int:
-        """Elements of a part of so many."""
+        """Elements of a part of `whole` elements."""
         return -(-whole // self._comm.mesh.ranks)
 
     def room(self, whole: int) -> int:
@@ -39,12 +39,12 @@ class Scattered:
         return part if part.numel() == size else torch.cat([part, part.new_zeros(size - part.numel())])
 
     def own(self, room: Tensor) -> Tensor:
-        """The place of this rank's part in a buffer [N*S] for all parts."""
+        """The view of this rank's part in a buffer [N*S] for all parts."""
         size = room.numel() // self._comm.mesh.ranks
         return room[size * self._comm.mesh.rank :][:size]
 
     def gather(self, room: Tensor, whole: int, sent: Purpose, label: str) -> None:
-        """Fill a buffer [N*S] in which this rank's part is with those of all ranks; a collective call.
+        """Fill a buffer [N*S] that has this rank's part with the parts of all ranks; a collective call.
 
         Args:
             whole: elements without padding.

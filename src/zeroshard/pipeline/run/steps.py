@@ -1,4 +1,4 @@
-"""Steps and evaluations of a model that is cut into stages."""
+"""Steps and evaluations of a model in stages."""
 
 import math
 import struct
@@ -51,11 +51,11 @@ class ThisStage:
         self.mean: Tensor | None = None
 
     def widen(self, agreed: Agreed, reports: Sequence[LossReport], step: int) -> Agreed:
-        """No other stage is asked."""
+        """The stage's own agreement: it decides alone."""
         return agreed
 
     def total(self) -> Tensor:
-        """The sum of `losses`, which begin anew."""
+        """The sum of `losses`, which are cleared."""
         total = torch.zeros((), device=self._stage.mesh.device)
         for loss in self.losses.values():
             total += loss
@@ -133,7 +133,7 @@ class PipelineOrder:
         self._shapes: list[dict[int, Entering]] = []  # of each microbatch of the last step
 
     def step(self, batch: Any) -> Tensor | None:
-        """One step on this data rank's batch; the mean loss, where it is known."""
+        """One step on this data rank's batch; returns the mean loss on ranks that have it, else None."""
         stage, executor, scope = self.stage, self.executor, self._scope
         pipeline, rank = stage.pipeline, stage.rank
         parts = uneven_microbatches(batch, pipeline.microbatches)
@@ -174,7 +174,7 @@ class PipelineOrder:
         self.fed = 0
 
     def reloaded(self) -> None:
-        """The weights were replaced: lend them anew; a collective call."""
+        """Lend replaced weights again; a collective call."""
         self.executor.tied.lend_again()
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
@@ -230,7 +230,7 @@ class PipelineOrder:
         return tree_unflatten(leaves, spec)
 
     def gathers(self, unit: int) -> int:
-        """How often the list of a step gathers the chunk of a unit, or lends something of the unit."""
+        """The number of gathers of a unit in a step: for its chunk, and for loans of its weights."""
         tied = self.executor.tied
         lends = sum(action.kind is Kind.LEND and tied.gathers(action, unit) for action in self.actions)
         return lends + self._gathers[self.stage.chunk_of[unit]]
@@ -256,14 +256,14 @@ class PipelineOrder:
 
 
 def _on_same_data(stage: Stage) -> list[list[int]]:
-    """The ranks of all stages that are given the same batch, by data rank."""
+    """The ranks of all stages with the same batch, by data rank."""
     layout = stage.pipeline.layout
     data_rank = [layout.replica_of(rank) if stage.data_ranks > 1 else 0 for rank in range(layout.ranks)]
     return [[rank for rank, of in enumerate(data_rank) if of == number] for number in range(stage.data_ranks)]
 
 
 def _stash(stage: Stage, parts: Parts, backward: Backward) -> None:
-    """Let each flat have more than one version of its weights."""
+    """Give each flat several versions of its weights."""
     for part, gradients in parts.trained:
         sites = [list(stage.chain.sites(parameter)) for parameter in part.flat.parameters]
         listen, ledger = partial(backward.listen, gradients), parts.arena.ledger

@@ -1,4 +1,4 @@
-"""Tied weights: weights that several stages use, on the side of the owner and on that of the borrower."""
+"""Tied weights: weights that several stages use, for the owner and for the borrowers."""
 
 import torch
 from torch import Tensor
@@ -14,10 +14,10 @@ Key = tuple[int, int]  # chunk, microbatch
 
 
 class TiedWeights:
-    """Carries out the actions of one rank on weights that it lends or borrows.
+    """The actions of one rank on weights that it lends or borrows.
 
     Attributes:
-        lent_units: the units that hold weights which it lends.
+        lent_units: the units with lent weights.
     """
 
     def __init__(self, stage: Stage, parts: Parts, messages: Messages) -> None:
@@ -30,24 +30,24 @@ class TiedWeights:
         self._debts = {loan: _Debt(loan, borrowed) for loan, borrowed in stage.borrowed.items()}
 
     def begin(self, key: Key) -> None:
-        """A forward begins: it takes in the versions that came for it, and keeps what it uses for its backward."""
+        """Begin a forward: install the versions that came for it, and keep its version for its backward."""
         for debt in self._of_chunk(key[0]):
             while debt.coming and (debt.coming[0][0] is None or debt.coming[0][0] <= key[1]):
                 self._take(debt)
             debt.borrowed.begin(key)
 
     def again(self, key: Key) -> None:
-        """The forward is computed again."""
+        """Reinstall the version of a forward, for its recomputation."""
         for debt in self._of_chunk(key[0]):
             debt.borrowed.again(key)
 
     def end(self, key: Key) -> None:
-        """The backward is done."""
+        """Release the version of a forward after its backward."""
         for debt in self._of_chunk(key[0]):
             debt.borrowed.end(key)
 
     def settle(self) -> None:
-        """Take in all versions that are on their way."""
+        """Receive all versions in flight."""
         for debt in self._debts.values():
             while debt.coming:
                 self._take(debt)
@@ -64,7 +64,7 @@ class TiedWeights:
         self._messages.finish()
 
     def repay(self, action: Action) -> None:
-        """Send the gradients of what a chunk borrows."""
+        """Send the gradients of a chunk's borrowed weights."""
         debt = self._debt(action)
         sent = debt.borrowed.repay(self._arena)
         self._messages.send(f"repayment {debt.loan}", sent, _peer(action), Purpose.REPAY_GRADIENTS, scratch=True)
@@ -106,7 +106,7 @@ class TiedWeights:
         return unit in self._lent[self._loan_to(action)].units
 
     def elements(self, action: Action) -> int:
-        """How much a LEND or a REPAY sends."""
+        """The elements that a LEND or a REPAY sends."""
         return (
             self._lent[self._loan_to(action)].numel if action.kind is Kind.LEND else self._debt(action).borrowed.numel
         )
@@ -116,7 +116,7 @@ class TiedWeights:
         debt.borrowed.take()
 
     def _of_chunk(self, chunk: int) -> "list[_Debt]":
-        """The borrowed weights that a chunk uses: a stage borrows once, for the first of its chunks that needs it."""
+        """The borrowed weights of a chunk; a stage borrows weights once, for the first of its chunks that uses them."""
         return [debt for loan, debt in self._debts.items() if loan.borrower == chunk]
 
     def _debt(self, action: Action) -> "_Debt":
@@ -138,7 +138,7 @@ class TiedWeights:
 
 
 class _Debt:
-    """Weights that one chunk borrows from one owner, and the versions on their way, with microbatch and names."""
+    """Weights that one chunk borrows from one owner, and the versions in flight, by microbatch and name."""
 
     def __init__(self, loan: Loan, borrowed: Borrowed) -> None:
         self.loan, self.borrowed = loan, borrowed
@@ -146,7 +146,7 @@ class _Debt:
 
 
 class _Lent:
-    """The weights of one loan on the side of their owner."""
+    """The weights of one loan, on the owner's rank."""
 
     def __init__(self, names: list[str], parts: Parts) -> None:
         self._places: list[tuple[Part, int]] = []

@@ -1,8 +1,8 @@
-"""Weight stashing: the weights of one flat buffer as they were at several moments (PipeDream, SOSP 2019, section 3.3).
+"""Weight stashing: several versions of the weights of one flat buffer (PipeDream, SOSP 2019, section 3.3).
 
-A version is a buffer with `nn.Parameter` objects of its own, which are put into the modules before each forward and
-each backward. The objects of older versions live on in the graphs that used them, so a backward finds the weights of
-its forward, also after later updates. The values are never swapped under an object.
+A version is a buffer with its own `nn.Parameter` objects, which are installed in the modules before each forward and
+each backward. The graphs hold the objects of older versions, so a backward finds the weights of its forward after later
+updates too. The values of an object are never swapped.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ class StashedVersions:
 
     Args:
         buffer: version 0 [padded], in which the flat's parameters live.
-        sites: where in the model each of the flat's parameters stands.
+        sites: module and name of each of the flat's parameters in the model.
         made: called with the `nn.Parameter` objects of every new buffer.
         older: versions besides the latest that are kept once the pipeline is full.
 
@@ -58,17 +58,17 @@ class StashedVersions:
 
     @property
     def buffers(self) -> list[torch.Tensor]:
-        """Those of all versions, whether in use or not."""
+        """The buffers of all versions, in use or free."""
         return [buffer for buffer, _ in self._slots]
 
     def use(self, version: int) -> None:
-        """Put a version's parameters into the modules."""
+        """Install a version's parameters in the modules."""
         for parameter, sites in zip(self._slots[self._slot_of[version]][1], self._sites, strict=True):
             for module, name in sites:
                 module._parameters[name] = parameter
 
     def drop(self, version: int) -> None:
-        """No forward and no backward uses a version any more; the latest one stays until the next takes its place."""
+        """Free a version after its last use; the latest one stays until the next replaces it."""
         if version == self.latest:
             self._expendable = True
         else:
@@ -91,7 +91,7 @@ class StashedVersions:
         return buffer
 
     def restart(self) -> None:
-        """Call the latest version 0, and put it into the modules; nothing may be in flight."""
+        """Renumber the latest version as 0, and install it; nothing may be in flight."""
         self._slot_of = {0: self._slot_of[self.latest]}
         self.latest = 0
         self._expendable = False
