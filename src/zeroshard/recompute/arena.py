@@ -1,15 +1,15 @@
 """M_D of ZeRO-R (Rajbhandari et al., 1910.02054, section 6.3): checkpoints in one buffer whose layout is planned.
 
-The inputs of blocks that are computed again live from the forward to the backward, and what each block allocates and
-frees between them would leave gaps. So they are copied into one buffer, and in a pipeline the inputs of chunks arrive
-in it. The first step records when each is made and freed; from that follows where each lies in later steps. The other
-long-lived tensors, gradients among them, lie in flats that are made before the first step.
+The inputs of recomputed blocks live from the forward to the backward, and the blocks' temporary tensors would leave
+gaps between them. So they are copied into one buffer, and in a pipeline the inputs of chunks arrive in it. The first
+step records the lifetime of each; the layout of later steps follows from it. The other long-lived tensors, gradients
+among them, lie in flats that are made before the first step.
 
-[Note: other steps] A step whose checkpoints have other sizes, or are made or freed in another order than planned, keeps
-those from that moment on outside of the buffer, and the layout is planned anew from it.
+[Note: other steps] If checkpoints have other sizes than planned, or another order of allocations, the rest of the
+step's checkpoints lie outside of the buffer, and the layout is planned anew from this step.
 
 [Note: copies out] A recomputation starts from a copy of its checkpoint: a module may hold its input for longer than the
-buffer has it.
+buffer does.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +29,7 @@ ALIGNED = 64  # bytes; no kernel depends on a larger alignment
 
 @dataclass(frozen=True, slots=True)
 class Lifetime:
-    """Of one checkpoint: its first and last moment, and its bytes."""
+    """The lifetime of one checkpoint: its first and last moment, and its bytes."""
 
     first: int
     last: int
@@ -60,7 +60,7 @@ class CheckpointArena:
 
     Args:
         device: of the buffer.
-        hold: keeps a tensor on the device, counted for as long as what it returns lives.
+        hold: keeps a tensor on the device, counted while the result lives.
     """
 
     reads = False
@@ -79,10 +79,10 @@ class CheckpointArena:
         self.use = ArenaUse(0, 0, 0, 0, 0)
 
     def place(self, tensor: Tensor) -> "PlacedCheckpoint | None":
-        """Copy a checkpoint into the buffer, if it has room for it; None for one that could not come back as it is.
+        """Copy a checkpoint into the buffer, if it has room; None for a tensor that a copy would not restore exactly.
 
-        Those are tensors with gaps, on another device, or of a class of their own. The input of a chunk that `take`
-        gave needs no second place.
+        Those are tensors with gaps, on another device, or of a subclass. The input of a chunk from `take` needs no
+        second copy.
         """
         if type(tensor) is not self._kind or tensor.device != self._device or not _is_dense(tensor):
             return None
@@ -100,9 +100,9 @@ class CheckpointArena:
         return place
 
     def take(self, numel: int, dtype: torch.dtype, label: str) -> Tensor:
-        """An uninitialised tensor [numel] for the input of a chunk, in the buffer if it has room; then `give` it back.
+        """An uninitialised tensor [numel] for the input of a chunk, in the buffer if it has room; return it by `give`.
 
-        One outside is freed when it is given back, so that the buffer takes its place in the next step.
+        One outside of the buffer is freed by `give`; in the next step the buffer has its place.
         """
         number, offset = self._make(numel * dtype.itemsize)
         if offset is None:
@@ -113,7 +113,7 @@ class CheckpointArena:
         return room
 
     def give(self, tensor: Tensor) -> None:
-        """Hand back a tensor that `take` returned."""
+        """Return a tensor of `take`."""
         _, _, step, number = self._rooms.pop(id(tensor))
         self._free(step, number)
 
@@ -126,7 +126,7 @@ class CheckpointArena:
         """The layout is planned at the end of the step."""
 
     def end_step(self, skipped: bool) -> None:
-        """Plan the layout from the step, if it differed from what was planned and all its checkpoints are free."""
+        """Plan the layout from the step, if it differed from the plan and all its checkpoints are free."""
         whole = not self._live
         if whole and self._events != self._planned:
             self._planned, lives = self._events, lifetimes_of(self._events)
@@ -206,7 +206,7 @@ def lifetimes_of(events: Sequence[tuple[int, int]]) -> list[Lifetime]:
 
 
 def most_alive(lives: Sequence[Lifetime]) -> int:
-    """The most bytes that live at one moment."""
+    """The most live bytes at one moment."""
     changes = sorted([(life.first, life.nbytes) for life in lives] + [(life.last, -life.nbytes) for life in lives])
     highest = total = 0
     for _, change in changes:
@@ -216,10 +216,10 @@ def most_alive(lives: Sequence[Lifetime]) -> int:
 
 
 def layout_of(lives: Sequence[Lifetime]) -> tuple[list[int], int]:
-    """Offsets at which no two lie in the same bytes at one moment, and the bytes of all.
+    """Offsets without overlaps at any moment, and the total bytes.
 
-    Which is smallest cannot be found fast, so three orders are tried, each tensor at the lowest offset that is free for
-    as long as it lives; in the order in which they are made, nested lifetimes and equal sizes take no byte too many.
+    The optimum is hard to find, so three orders are tried, each tensor at the lowest offset that is free during its
+    lifetime; in allocation order, nested lifetimes and equal sizes give the optimum.
     """
     least = most_alive(lives)
     best: tuple[list[int], int] | None = None

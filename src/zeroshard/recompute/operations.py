@@ -1,11 +1,10 @@
-"""Operations of which a block keeps the results, so that a recomputation computes the cheap ones alone (2205.05198).
+"""Operations whose results a block keeps, so that a recomputation computes only the cheap ones (2205.05198).
 
-Products with weights and convolutions are dear to compute; norms, activation functions and the products of attention
-are cheap beside the memory of what they save. A dispatch mode sees every operation of a block below autograd: in the
-forward it keeps the results of dear ones, in the recomputation it gives them back without computing them.
+Products with weights and convolutions are expensive; norms, activation functions and the products of attention are
+cheap relative to the memory of their saved tensors. A dispatch mode runs around every operation of a block below
+autograd: in the forward it keeps the results of expensive ones, in the recomputation it returns them.
 
-[Note: draws] What an operation draws moves torch's generator, and later draws with it. So one that draws is always
-computed again.
+[Note: draws] A random operation advances torch's generator, and so changes later draws. So it is always recomputed.
 """
 
 from collections.abc import Callable, Iterable
@@ -61,7 +60,7 @@ class Treatment(Enum):
 
 
 def kept_operations(recomputed: Iterable[str]) -> Keeps:
-    """Whether the results of an operation are kept, where the classes `recomputed` are computed again."""
+    """A function: whether the results of an operation are kept, if the classes `recomputed` are recomputed."""
     names = {*PRODUCTS, *(name for kind, ops in CLASSES.items() if kind not in {*recomputed} for name in ops)}
 
     def keeps(operation: Any) -> bool:
@@ -72,12 +71,12 @@ def kept_operations(recomputed: Iterable[str]) -> Keeps:
 
 
 class OperationsMode(TorchDispatchMode):
-    """Keeps the results of a forward's operations, or gives them back in its recomputation.
+    """Keeps the results of a forward's operations, or returns them in its recomputation.
 
     Args:
         region: the forward.
         keeps: whether the results of an operation are kept.
-        known: what is to be done with an operation, as far as it is known.
+        known: cache of treatments by operation.
     """
 
     def __init__(self, region: Region, keeps: Keeps, known: dict[Any, Treatment]) -> None:
@@ -87,7 +86,7 @@ class OperationsMode(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Leave out torch's guard against compilation, a sixth of what an operation costs: nothing is compiled."""
+        """False: skips torch's guard against compilation, a sixth of an operation's cost; nothing is compiled."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -124,6 +123,6 @@ class OperationsMode(TorchDispatchMode):
 
 
 def operations_of(recomputed: Iterable[str]) -> Callable[[Region], AbstractContextManager[Any]]:
-    """Makes the mode of a region, where the classes `recomputed` are computed again."""
+    """A factory of a region's mode, if the classes `recomputed` are recomputed."""
     keeps, known = kept_operations(recomputed), dict[Any, Treatment]()
     return lambda region: OperationsMode(region, keeps, known)

@@ -1,4 +1,4 @@
-"""The settings of activations: what is kept for the backward, and what is computed again there."""
+"""The settings of activations: recomputation, and compression of saved tensors."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ RecomputeName = Literal["schedule", "off", "blocks", "sqrt", "selective", "auto"
 
 @dataclass(frozen=True, repr=False)
 class Activations:
-    """What of the tensors saved for backward is computed again there (1604.06174; 2205.05198), and what is compressed.
+    """Recomputation (1604.06174; 2205.05198) and compression of tensors saved for the backward.
 
     Raises:
         PlanError: a value out of range, or two settings that do not combine.
@@ -144,7 +144,7 @@ class Activations:
 
     @property
     def copies_ahead(self) -> int:
-        """Copies to the host under way at a time; "auto" sends whole blocks, and this is about what one saves."""
+        """The number of concurrent copies to the host; with "auto" about as many as a whole block saves."""
         return 8 if self.recompute == "auto" else 2
 
     def from_inputs(self, stages: int) -> bool:

@@ -1,15 +1,14 @@
-"""Recomputation of a model's blocks: each runs inside of a segment, of which only the input is kept.
+"""Recomputation of a model's blocks: each runs inside of a segment, which keeps only its input.
 
-A block's own forward is what is computed again: hooks around it, which gather its unit or divide its activations, do
-their work once.
+Only a block's own forward is recomputed: hooks around it, which gather its unit or divide its activations, run once.
 
 [Note: blocks that are left alone] In the first forward of a block that is trained, everything that it saves is kept
 too. If it shows there that it cannot be computed again (it writes into its own arguments, or runs a backward inside),
 or that it recomputes parts of itself (`torch.utils.checkpoint`), or is compiled, it is left as it is from then on,
 that forward included. A block inside of something that the model recomputes is left alone each time.
 
-[Note: caches] transformers' models hand each block a cache of keys and values, which a second forward would write once
-more, and which keeps alive what is not to be kept. Nothing reads it in training, so a block gets None, as under
+[Note: caches] transformers' models pass each block a cache of keys and values, which a second forward would write
+again, and which holds tensors that are to be freed. Training does not read it, so a block gets None, as under
 transformers' own recomputation.
 
 [Note: the last segment] Where the backward follows the forward at once, what the last segment saves is asked for
@@ -49,7 +48,7 @@ Operations = Callable[[Region], AbstractContextManager[Any] | None]
 
 
 class Recomputation:
-    """Puts itself around the forwards of blocks.
+    """Recomputation around the forwards of a model's blocks.
 
     Args:
         model: whose forwards are passes over the blocks.
@@ -148,7 +147,7 @@ class Recomputation:
 
     @property
     def decisions(self) -> list[dict[str, Any]]:
-        """Decisions by block, where each has its own."""
+        """Decisions by block; none for a fixed recomputation."""
         return []
 
     def step_ends(self, comm: Comm, world: Comm) -> list[StepEnd]:
@@ -161,7 +160,7 @@ class Recomputation:
         return None if self._context.arena is None else self._context.arena.use
 
     def _compute(self, region: Region, arguments: Any, hooks: Any, watching: Any = None) -> Any:
-        """A block's forward, in which `hooks` take what it saves."""
+        """A block's forward, with `hooks` for its saved tensors."""
         args, kwargs = arguments
         with ExitStack() as stack:
             stack.enter_context(saved_tensors_hooks(*hooks))
@@ -171,7 +170,7 @@ class Recomputation:
             return region.call.forward(*args, **kwargs)
 
     def _keep_all(self, call: Call, args: Any, kwargs: Any) -> Any:
-        """A block's forward of which everything is kept."""
+        """A block's forward that keeps all saved tensors."""
         return call.forward(*args, **kwargs)
 
     def _block_ended(self, left_alone: bool) -> None:
@@ -244,7 +243,7 @@ class BlockForward:
 
 
 class _FirstForward:
-    """Keeps what a block saves in its first forward, and watches whether it can be computed again."""
+    """A block's first forward: it keeps all saved tensors, and tests whether the block can be recomputed."""
 
     def __init__(self, segment: BlockSegment, context: RecomputeContext, arguments: Any) -> None:
         self._segment, self._context = segment, context

@@ -111,7 +111,7 @@ class _KeptPart(_KeptBack):
 
 
 def keep_input(tensor: Tensor, hooks: Hooks | None, context: RecomputeContext, places: bool = True) -> _KeptBack:
-    """Keep what a forward that is computed again takes, or this rank's part of it.
+    """Keep an input of a recomputed forward, or this rank's part of it.
 
     Args:
         places: whether it may lie in the arena.
@@ -141,7 +141,7 @@ class SavedSlot:
         self.sample: bytes | None = None
 
     def tensor(self) -> Tensor:
-        """The tensor again; the first that is asked for has the segment computed again."""
+        """The tensor; the first read recomputes the segment."""
         if self.held is None:
             self.segment.compute_again(self.number)
             self.segment.filled()
@@ -181,7 +181,7 @@ class Region:
         self._contexts = _contexts_now(replay.device)
 
     def once(self, make: Callable[[], Tensor], written: Tensor) -> Tensor:
-        """A result that is made in the forward alone; as `step.context.KeptResults`."""
+        """A result that is computed only in the forward; as `step.context.KeptResults`."""
         if not self.saves_sums:
             if (number := self._places.pop(place_of(written), None)) is not None:
                 self.copy_kept(number)
@@ -195,7 +195,7 @@ class Region:
         return result
 
     def keep(self, result: Any) -> None:
-        """Keep a result, a tensor or several, unless recomputations are known to stop before they ask for it."""
+        """Keep a result, a tensor or several, unless earlier recomputations stopped before reading it."""
         needed = self.call.needed is None or len(self.kept) < self.call.needed
         if not self.saves_sums:
             self._places |= {place_of(each): len(self.kept) for each in tree_leaves(result) if isinstance(each, Tensor)}
@@ -215,7 +215,7 @@ class Region:
         self.kept[number : number + 1] = [tree_map_only(_KeptBack, copied, kept)] if number < len(self.kept) else []
 
     def drop_saved(self) -> None:
-        """Drop what slots hold, and results that can be computed again, unless that is under way."""
+        """Drop the slots' tensors, and results that can be recomputed, unless a recomputation is running."""
         if self.again:
             return
         self.dropped = True
@@ -227,7 +227,7 @@ class Region:
 
     @property
     def waiting(self) -> int:
-        """How many slots that the graph still has are without a tensor."""
+        """The number of live slots without a tensor."""
         alive = (slot() for slot in self.slots if slot is not None)
         return sum(slot is not None and slot.held is None for slot in alive)
 
@@ -292,7 +292,7 @@ class Region:
 
 
 class _Capture:
-    """Fills the slots of a region with what its recomputation saves."""
+    """Fills the slots of a region with the saved tensors of its recomputation."""
 
     def __init__(self, region: Region, context: RecomputeContext, whole: bool) -> None:
         self._region, self._context, self._whole, self._count = region, context, whole, 0
@@ -324,7 +324,7 @@ class _Capture:
 
 
 class BlockSegment:
-    """Regions that are computed again together, from the input of the first.
+    """Regions that are recomputed at once, from the input of the first.
 
     Args:
         context: of the recomputation.
@@ -397,7 +397,7 @@ class BlockSegment:
         return slot
 
     def compute_again(self, number: int) -> None:
-        """Compute all regions again, each from what the one before it returned; one of region `number` is asked for."""
+        """Recompute all regions, each from the outputs of the one before; a slot of region `number` is read."""
         asked = [region.linked or bool(region.waiting) for region in self._regions]
         made: list[list[Any]] = []
         for region, needed in zip(self._regions, asked, strict=True):
@@ -454,7 +454,7 @@ def _read_again(saved: Any) -> Tensor:
 
 
 def _contexts_now(device: torch.device) -> Callable[[], list[AbstractContextManager[Any]]]:
-    """The contexts in which autocasting and function modes are as they are now; none where they are so anyway."""
+    """A function of contexts that restore the present autocasting and function modes; none if they are unchanged."""
     kinds = sorted({"cpu", device.type})
     then = {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds}
     modes = _get_current_function_mode_stack()

@@ -1,4 +1,4 @@
-"""P_a of ZeRO-R (Rajbhandari et al., 1910.02054, section 6.1): checkpoints divided among ranks that hold them alike.
+"""P_a of ZeRO-R (Rajbhandari et al., 1910.02054, section 6.1): checkpoints divided among ranks with the same tensor.
 
 Where layers are split among tensor ranks without sequence parallelism, the input of a block is the same on each of
 them. Each of t ranks keeps 1/t of its elements, and all gather it just before the block is computed again: one
@@ -21,13 +21,13 @@ LABEL = "checkpoint"
 
 
 class CheckpointPartition:
-    """Divides tensors that the ranks of `comm` hold alike."""
+    """Divides tensors that are the same on all ranks of `comm`."""
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
 
     def takes(self, tensor: Tensor) -> bool:
-        """Whether a tensor is one of these: activations are, in one piece; masks and positions are kept whole."""
+        """Whether to divide a tensor: contiguous activations are; masks and positions are kept whole."""
         return tensor.requires_grad and tensor.is_contiguous() and tensor.numel() > 0
 
     def part(self, tensor: Tensor) -> Tensor:
@@ -56,6 +56,6 @@ class CheckpointPartition:
         return whole.view(shape)
 
     def _plan(self, elements: int) -> None:
-        """Enter what is kept as elements that will be gathered once."""
+        """Add the elements to the planned count of one gather."""
         count: Any = self._comm.counts[Purpose.GATHER_CHECKPOINTS]
         count.planned = (count.planned or 0) + elements

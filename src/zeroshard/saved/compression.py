@@ -1,14 +1,14 @@
 """Compression of tensors saved for backward after their use in the forward, which stays exact (Gist, ISCA 2018).
 
-[Note: what is compressed] Results of the graph of at least 16 KiB. Left as they are: weights; tensors that no operation
-of the graph made, which their owner holds anyway (the batch, inputs that a recomputation starts from, activations that
-come from another stage); and results that no code makes smaller. Lossy codes leave three more as they are: tensors of
-fp64; what an operation computed for its own backward alone, such as statistics of a norm; and what fused attention, a
-log-softmax and losses save (`gist.EXACT`), of which the backward takes exponentials.
+[Note: what is compressed] Results of the graph of at least 16 KiB. Not compressed are: weights; tensors that no
+operation of the graph made, which their owner holds anyway (the batch, inputs of a recomputation, activations from
+another stage); and results that no code makes smaller. Lossy codes exclude three more: fp64 tensors; results for the
+operation's own backward alone, such as statistics of a norm; and saved tensors of fused attention, a log-softmax and
+losses (`gist.EXACT`), of which the backward takes exponentials.
 
-[Note: the smallest form] Of the forms that a plan allows, each region gets the one of the fewest bytes: as it is, the
-values that are not zero with their columns, the lossy code, or that code of the values that are not zero. A rehearsal,
-whose tensors have no values, takes none to be zero, so it says the most that a run takes.
+[Note: the smallest form] Each region gets the smallest of the forms that a plan allows: uncompressed, the nonzero
+values with their columns, the lossy code, or that code of the nonzero values. A rehearsal, whose tensors have no
+values, assumes no zeros, so it predicts the most bytes.
 
 [Note: two values] Dropout on a CPU saves fp32 factors, all of them zero or one number: one bit each, and the number.
 """
@@ -30,7 +30,7 @@ from zeroshard.saved.codes.sparse import SparseRows
 from zeroshard.saved.storages import SMALLEST, extent_of
 
 LOSSY_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-TRIED = 4096  # elements among which the other one of two values is looked for
+TRIED = 4096  # first elements, among which a nonzero value is searched
 FLOATS = (*LOSSY_DTYPES, torch.float64)
 
 
@@ -41,7 +41,7 @@ class Allowed:
     Attributes:
         binarize: one bit for flags, and for numbers of two values.
         sparse: zeros are left out.
-        lossy: what other values may become, if anything.
+        lossy: the lossy code of other values, or None.
     """
 
     binarize: bool
@@ -50,7 +50,7 @@ class Allowed:
 
 
 class CompressedStore:
-    """Keeps saved tensors compressed between forward and backward ([Note: what is compressed]).
+    """A saver that compresses tensors between forward and backward ([Note: what is compressed]).
 
     Args:
         allowed: the codes.
@@ -58,11 +58,11 @@ class CompressedStore:
         smallest: bytes; smaller tensors stay as they are.
 
     Attributes:
-        moves: that it is to be asked.
-        how: what it does with tensors.
-        varies: that bytes depend on values.
-        exact: whether what is saved now must be read back bit for bit.
-        saved: bytes of the tensors that were compressed so far, as they were.
+        moves: True: it takes tensors.
+        how: a description, for messages.
+        varies: True: bytes depend on values.
+        exact: whether tensors saved now must be read back bit for bit.
+        saved: bytes of the tensors compressed so far, before compression.
         kept: bytes of their compressed forms.
     """
 
@@ -73,7 +73,7 @@ class CompressedStore:
         self.exact = False
         self.saved = self.kept = 0
         self._regions: WeakValueDictionary[_Key, _Region] = WeakValueDictionary()
-        self._whole: dict[_Key, StorageWeakRef] = {}  # regions that stay, of the step under way
+        self._whole: dict[_Key, StorageWeakRef] = {}  # regions that stay, of the current step
         self._read: list[_Read] = []
         ledger.reclaimers.insert(0, lambda nbytes: self._forget_read())
 
@@ -99,7 +99,7 @@ class CompressedStore:
         return _Handle(region, tensor)
 
     def unpack(self, saved: Any) -> Tensor:
-        """The tensor again; readers at the same time share its memory."""
+        """The decoded tensor; concurrent readers share its memory."""
         assert isinstance(saved, _Handle)
         region = saved.region
         storage = None if region.read is None else region.read.storage()
@@ -115,7 +115,7 @@ class CompressedStore:
         return whole.set_(storage, saved.offset, saved.shape, saved.stride)
 
     def settle(self) -> None:
-        """A step ends."""
+        """End a step."""
         self._whole.clear()
         self._forget_read()
         if self._allowed.lossy is not None:
@@ -126,7 +126,7 @@ class CompressedStore:
         return self._ledger.recording or self._ledger.limits_activations
 
     def _may(self, tensor: Tensor) -> bool:
-        """Whether a tensor may be compressed at all ([Note: what is compressed])."""
+        """Whether a tensor may be compressed ([Note: what is compressed])."""
         if tensor.dtype is torch.bool:
             return self._allowed.binarize
         if tensor.dtype not in FLOATS:
@@ -155,7 +155,7 @@ class CompressedStore:
         return region
 
     def _form(self, flat: Tensor, tensor: Tensor) -> "_Form | None":
-        """The smallest form of a tensor's values [n]; None if that is what they are ([Note: the smallest form])."""
+        """The smallest form of a tensor's values [n]; None for uncompressed ([Note: the smallest form])."""
         allowed, numel, fake = self._allowed, flat.numel(), flat.untyped_storage().device.type == "meta"
         if flat.dtype is torch.bool:
             return _Form(bits=pack_bits(flat))
@@ -181,7 +181,7 @@ class CompressedStore:
         return _Form(rows=rows, code=lossy.encode(values.float()), lossy=lossy, found=found)
 
     def _forget_read(self) -> None:
-        """Strike out tensors that were read, and that no backward holds any more."""
+        """Remove decoded tensors that no backward holds any more from the ledger."""
         alive = []
         for read in self._read:
             if not read.gone:
@@ -195,15 +195,15 @@ _Key = tuple[int, int, int, torch.dtype, int]  # storage, first byte, last byte 
 
 
 class _Form:
-    """What is kept of a region.
+    """The compressed form of a region.
 
     Attributes:
-        bits: flags, or where a number of two values is not zero.
-        value: that number.
-        rows: values that are not zero, and their places.
-        code: codes of all values, or of those in `rows`, which has no values then.
-        lossy: what made the codes.
-        found: how many values are not zero.
+        bits: flags, or the mask of the nonzero one of two values.
+        value: the nonzero value.
+        rows: nonzero values, and their places.
+        code: codes of all values, or of those in `rows`, which then has no values.
+        lossy: the code's object.
+        found: number of nonzero values.
     """
 
     __slots__ = ("bits", "code", "found", "lossy", "rows", "value")
@@ -222,7 +222,7 @@ class _Form:
             rows.values = rows.values[:0].clone()
 
     def tensors(self) -> list[Tensor]:
-        """All that it holds."""
+        """All its tensors."""
         rows = [] if self.rows is None else [self.rows.values, self.rows.columns, self.rows.starts]
         return [*(each for each in (self.bits, self.value) if each is not None), *rows, *self.code]
 
@@ -262,7 +262,7 @@ class _Region:
 
 
 class _Read:
-    """The storage of a region that was read, while it lives.
+    """A weak reference to the decoded storage of a region.
 
     Attributes:
         counted: bytes on the ledger.
@@ -285,7 +285,7 @@ class _Read:
 
 
 class _Handle:
-    """Stands in the graph for a tensor in a compressed region."""
+    """The graph's handle of a tensor in a compressed region."""
 
     __slots__ = ("dtype", "offset", "region", "shape", "stride")
 

@@ -1,22 +1,22 @@
 """ReLU and max-pool that save one and four bits per element (Gist, ISCA 2018, section 4.1).
 
-A ReLU's backward needs to know where its output is above zero, a max-pool's which element of a window was the greatest.
-So a ReLU that feeds a max-pool keeps 1 bit of each element, and the pool 4 bits of each of its own, instead of the
-ReLU's output and indices of 8 bytes. A ReLU keeps its bit wherever it stands; where another operation, such as a
-convolution, saves its output too, the values are there for that one alone.
+A ReLU's backward needs the sign of its output, a max-pool's the position of each window's maximum. So a ReLU before a
+max-pool saves 1 bit per element, and the pool 4 bits per output element, instead of the ReLU's output and indices of 8
+bytes. Every ReLU saves its bits; if another operation, such as a convolution, saves its output too, the values are
+stored for that one only.
 
-[Note: calls] A mode of torch's functions around the model's forward sees each call of a ReLU or a max-pool, whether a
-module or a function makes it, and calls one of the functions below in its place. Nothing of the model is changed. Left
-as they are: what is compiled or scripted, what torch's own checkpointing will compute again (it would not meet the mode
-then), windows of more than 16 elements, pools that return indices, small tensors, and subclasses of tensors.
+[Note: calls] A mode of torch's functions around the model's forward intercepts each call of a ReLU or a max-pool, of a
+module or a function, and calls one of the functions below instead. The model is not changed. Not replaced are: compiled
+or scripted code, forwards that torch's own checkpointing recomputes (without the mode), windows of more than 16
+elements, pools that return indices, small tensors, and subclasses of tensors.
 
 [Note: compiled modules] torch 2.13 returns a wrong tensor from a compiled module inside a mode of functions if its
-graph breaks at a hook that is always called. So modules that are compiled run outside of the mode, and the compiler
-decides alone what they save.
+graph breaks at a hook that is always called. So compiled modules run outside of the mode, and the compiler chooses
+their saved tensors.
 
-[Note: in place] Inside of the forward of `nn.Sequential`, what a convolution, a linear layer or a norm returns goes to
-the ReLU behind it alone, since those save none of their outputs. There the ReLU writes its output over its input,
-unless a hook of either sees it. A model that calls the layers of a sequence by itself may keep what they return.
+[Note: in place] Inside of the forward of `nn.Sequential`, only the ReLU behind a convolution, a linear layer or a norm
+reads its output, since those save none of their outputs. There the ReLU overwrites its input, unless a hook of either
+reads it. A model that calls the layers of a sequence by itself may keep their outputs.
 """
 
 import copy
@@ -41,7 +41,7 @@ from zeroshard.saved.kept import is_compiled, recomputed_by_others
 from zeroshard.units.forwards import insert
 from zeroshard.units.hooks import Hook, outside
 
-POSITIONS = 16  # elements of a window that 4 bits tell apart
+POSITIONS = 16  # positions in a window that 4 bits encode
 EXACT = (  # [Note: what is compressed] of `compression`
     *(F.scaled_dot_product_attention, F.multi_head_attention_forward, F.cross_entropy, F.nll_loss, F.kl_div),
     *(F.log_softmax, torch.log_softmax, Tensor.log_softmax, torch.logsumexp, Tensor.logsumexp, F.ctc_loss),
@@ -113,7 +113,7 @@ class PoolPositions(torch.autograd.Function):
         rows, columns = _corners(positions, ctx.window)
         rows = rows + positions.div(kernel[1], rounding_mode="floor") * dilation[0]
         indices = rows.mul_(ctx.shape[-1]).add_(columns).add_(positions.remainder_(kernel[1]).mul_(dilation[1]))
-        like = gradient.new_empty(1).expand(ctx.shape)  # of which the shape is read, and the memory format
+        like = gradient.new_empty(1).expand(ctx.shape)  # only its shape and memory format are read
         if ctx.memory_format is not torch.contiguous_format:
             like = gradient.new_empty(ctx.shape).to(memory_format=ctx.memory_format)
         result: Tensor = torch.ops.aten.max_pool2d_with_indices_backward(gradient, like, *ctx.window, indices)
@@ -124,12 +124,12 @@ _Window = tuple[list[int], list[int], list[int], list[int], bool]  # kernel, str
 
 
 class GistMode(TorchFunctionMode):
-    """Calls the functions above for ReLUs and max-pools, and tells a store what it must keep exactly ([Note: calls]).
+    """Replaces ReLUs and max-pools by the functions above, and sets a store's `exact` for `EXACT` ([Note: calls]).
 
     Args:
-        store: what compresses saved tensors.
+        store: the store of saved tensors.
         binarize: whether to replace ReLUs and max-pools.
-        smallest: bytes of the smallest tensor that a function above takes.
+        smallest: bytes of the smallest tensor to replace.
     """
 
     def __init__(self, store: CompressedStore, binarize: bool, smallest: int) -> None:
@@ -187,7 +187,7 @@ class GistMode(TorchFunctionMode):
         return PoolPositions.apply(x, window)  # type: ignore[no-untyped-call]
 
     def _replaces(self, x: Any) -> bool:
-        """Whether an operation on x is to be replaced ([Note: calls])."""
+        """Whether to replace an operation on x ([Note: calls])."""
         if not isinstance(x, Tensor) or not (torch.is_grad_enabled() and x.requires_grad and x.is_floating_point()):
             return False
         known = type(x).__torch_function__ in (Tensor.__torch_function__, torch._C._disabled_torch_function_impl)
@@ -200,10 +200,10 @@ NAMES = ("input", "kernel_size", "stride", "padding", "dilation", "ceil_mode", "
 
 
 def enter_forwards(model: nn.Module, mode: GistMode, in_place: bool) -> None:
-    """Have the forwards of a model run in a mode.
+    """Run the forwards of a model in a mode.
 
     Args:
-        in_place: whether ReLUs write over inputs that nothing else needs ([Note: in place]).
+        in_place: whether ReLUs overwrite inputs without other readers ([Note: in place]).
     """
     opened: list[GistMode] = []
     if is_compiled(model):
@@ -229,7 +229,7 @@ def enter_forwards(model: nn.Module, mode: GistMode, in_place: bool) -> None:
 
 
 class _Outside:
-    """Calls what is compiled outside of a mode ([Note: compiled modules]); in a deep copy it is that itself."""
+    """A compiled call outside of a mode ([Note: compiled modules]); a deep copy is the plain compiled call."""
 
     def __init__(self, mode: GistMode, call: Callable[..., Any]) -> None:
         self._mode, self._call = mode, call
@@ -249,7 +249,7 @@ class _Outside:
 
 
 def _in_sequence(model: nn.Module) -> list[tuple[nn.Module, nn.Module, nn.Module]]:
-    """Sequences, with ReLUs in them behind a layer that saves no output, and that layer first ([Note: in place])."""
+    """Triples of a sequence, a layer that saves no output, and the ReLU behind it ([Note: in place])."""
     found: list[tuple[nn.Module, nn.Module, nn.Module]] = []
     for sequence in model.modules():
         layers = list(sequence) if type(sequence) is nn.Sequential else []
@@ -261,12 +261,12 @@ def _in_sequence(model: nn.Module) -> list[tuple[nn.Module, nn.Module, nn.Module
 
 
 class _Overwriting:
-    """Tells a mode of the inputs that a ReLU in a sequence may write over ([Note: in place])."""
+    """Hooks that set the input a ReLU in a sequence may overwrite ([Note: in place])."""
 
     def __init__(self, mode: GistMode, sequence: nn.Module, before: nn.Module, relu: nn.Module) -> None:
         self._mode, self._before, self._relu = mode, before, relu
         self._running = 0  # forwards of the sequence
-        self._made: ReferenceType[Tensor] | None = None  # what `before` returned in one
+        self._made: ReferenceType[Tensor] | None = None  # output of `before` in the current one
         sequence.register_forward_pre_hook(Hook(self._begin))
         sequence.register_forward_hook(Hook(self._end), always_call=True)
         self._own = (
@@ -293,7 +293,7 @@ class _Overwriting:
 
     @property
     def _seen(self) -> bool:
-        """Whether a hook of someone else sees what is between the layers."""
+        """Whether another hook reads the tensor between the layers."""
         hooks = {*self._before._forward_hooks, *self._relu._forward_pre_hooks, *self._relu._forward_hooks}
         return bool(hooks - {*self._own} or _global_forward_hooks or _global_forward_pre_hooks)
 
@@ -311,12 +311,12 @@ def _masked(ctx: Any, gradient: Tensor) -> Tensor:
 
 
 def _in_memory_order(tensor: Tensor) -> Tensor:
-    """A result without gaps [...] as [n]."""
+    """A tensor without gaps [...] as [n], in memory order."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def _corners(y: Tensor, window: _Window) -> tuple[Tensor, Tensor]:
-    """The first row [H', 1] and column [W'] of each window, which padding may have below zero."""
+    """The first row [H', 1] and column [W'] of each window; negative in padding."""
     _, stride, padding, _, _ = window
     rows = torch.arange(y.shape[-2], device=y.device).mul_(stride[0]).sub_(padding[0]).unsqueeze(1)
     return rows, torch.arange(y.shape[-1], device=y.device).mul_(stride[1]).sub_(padding[1])

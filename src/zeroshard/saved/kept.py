@@ -1,10 +1,9 @@
 """Saved tensors that stay on the device, in the ledger for as long as a graph holds them.
 
-[Note: inputs of checkpoints] Autograd makes a new tensor of what a hook of saved tensors gives back, so arguments of
-`torch.utils.checkpoint` that were one tensor would be two when they are read again, and a module that asks `query is
-key` would compute otherwise. So an input that stays on the device passes the hooks by: its frame of
-`torch.utils.checkpoint` holds the tensor itself, as without hooks, and its count. One that is moved is read once, for
-all arguments that it was.
+[Note: inputs of checkpoints] Autograd makes a new tensor from the result of a saved-tensor hook, so arguments of
+`torch.utils.checkpoint` that were one tensor would be two when read again, and a module that tests `query is key` would
+compute another result. So an input that stays on the device bypasses the hooks: its frame of `torch.utils.checkpoint`
+holds the tensor itself, as without hooks, and its count. A moved one is read once for all its arguments.
 """
 
 from typing import Any
@@ -23,10 +22,10 @@ CHECKPOINTS: str = checkpoints.__file__
 
 
 class Kept:
-    """A saved tensor that stays where it is; one of a graph detached, or the graph would hold itself for ever.
+    """A saved tensor that stays on its device; detached, so that its graph does not hold itself.
 
     Attributes:
-        counted: what strikes it out of a count when this is gone, if there is one.
+        counted: an object whose end removes it from a count, or None.
     """
 
     __slots__ = ("counted", "saved", "version")
@@ -43,7 +42,7 @@ class Kept:
 
 
 class Stored:
-    """A saved tensor that hooks have taken in: the tensor itself, or the handle of the saver that has it."""
+    """A saved tensor packed by hooks: the tensor itself, or its saver's handle."""
 
     __slots__ = ("__weakref__", "saved")
 
@@ -52,7 +51,7 @@ class Stored:
 
 
 class CountedTensor(Stored):
-    """One on the device, counted for as long as the graph holds it."""
+    """A saved tensor on the device, counted while the graph holds it."""
 
     __slots__ = ("counts", "storage")
 
@@ -81,7 +80,7 @@ class HooksOfForward(saved_tensors_hooks):
 
 
 def recomputed_by_others(in_backward: bool = True) -> bool:
-    """Whether the model itself recomputes what runs now, or it is compiled; or a backward runs, if `in_backward`."""
+    """Whether the model's own checkpointing or compiled code runs now; or a backward, if `in_backward`."""
     if (in_backward and torch._C._current_graph_task_id() != -1) or torch.compiler.is_compiling():
         return True
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -98,7 +97,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def changed_in_place(shape: torch.Size, dtype: torch.dtype) -> OffloadError:
-    """The error of a backward that would read other values than its forward."""
+    """The error of a backward that would read changed values."""
     return OffloadError(
         f"A tensor of shape {tuple(shape)} and {dtype} that the backward needs was changed in place after the forward "
         f"saved it. Use the operation that is not in place there, or change a clone."
@@ -106,7 +105,7 @@ def changed_in_place(shape: torch.Size, dtype: torch.dtype) -> OffloadError:
 
 
 class _Frame(checkpoints._CheckpointFrame):  # type: ignore[misc]
-    """What torch keeps of one function that it computes again."""
+    """torch's frame of one checkpointed function."""
 
     def save_inputs(self, *args: Any) -> None:
         """Keep the arguments, each tensor once."""
@@ -119,7 +118,7 @@ class _Frame(checkpoints._CheckpointFrame):  # type: ignore[misc]
         self.saved_args = [saved.get(id(arg), arg) for arg in args]
 
     def get_inputs(self) -> list[Any]:
-        """The arguments again; those that were one tensor are one."""
+        """The arguments; those that were one tensor are one again."""
         again = {id(arg): _read(arg) for arg in self.saved_args}
         return [again[id(arg)] for arg in self.saved_args]
 
@@ -146,6 +145,6 @@ def _read(saved: Any) -> Any:
 
 
 def _keywords(recompute: Any) -> Any:
-    """The keywords of the function that is computed again."""
+    """The keywords of the checkpointed function."""
     cells = dict(zip(recompute.__code__.co_freevars, recompute.__closure__ or (), strict=True))
     return cells["kwargs"].cell_contents if "kwargs" in cells else None

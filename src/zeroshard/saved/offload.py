@@ -1,17 +1,17 @@
 """Activation offload: saved tensors are copied to the host in the forward, and back before the backward reads them.
 
-vDNN (Rhu et al., 1602.08124, section 3) moves the input of each layer; here it is each saved tensor, as in
-`torch.autograd.graph.saved_tensors_hooks`, and several copies are under way at a time.
+vDNN (Rhu et al., 1602.08124, section 3) moves the input of each layer; here it is each saved tensor, by
+`torch.autograd.graph.saved_tensors_hooks`, with several copies in flight.
 
 A copy moves a region (`storages`).
 
 [Note: changed in place] With hooks torch does not check whether a saved tensor was changed before the backward. So the
-version is recorded, and compared when the copy has been made, or when the tensor is read if it never left. As with
-torch itself, writes through `.data` are not noticed.
+version is recorded, and compared after the copy, or on reading if the tensor never left. As in torch itself, writes
+through `.data` are not detected.
 
 [Note: dropped graphs] Handles belong to the graph. When it drops them, with or without a backward, their memory is
-given back at once, or at the next `pack`, `unpack` or `settle` if a copy is still under way: a graph may be dropped
-anywhere, even inside a transfer, so dropping waits for nothing.
+returned at once, or at the next `pack`, `unpack` or `settle` if a copy is pending: a graph may be dropped anywhere,
+even inside a transfer, so dropping never waits.
 """
 
 import threading
@@ -74,7 +74,7 @@ class ActivationStore:
         ledger.reclaimers.insert(0, self._reclaim)
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """Begin to copy a tensor that autograd saves to the host; returns what `unpack` takes, or None if it stays.
+        """Start to copy a saved tensor to the host; returns a handle for `unpack`, or None if it stays.
 
         Raises:
             BudgetExceeded: the host has no room, or the device none for a single copy.
@@ -95,7 +95,7 @@ class ActivationStore:
         return handle
 
     def unpack(self, saved: Any) -> torch.Tensor:
-        """The tensor again, on its device; prefetches the tensors that were packed just before it.
+        """The tensor, back on its device; prefetches the tensors packed just before it.
 
         Raises:
             BudgetExceeded: the device cannot hold it.
@@ -117,7 +117,7 @@ class ActivationStore:
             return saved.tensor()
 
     def settle(self) -> None:
-        """Wait for all copies under way, and drop prefetched activations; at the end of a step.
+        """Wait for all pending copies, and drop prefetched activations; at the end of a step.
 
         Afterwards the store holds nothing on the device, and on the host only tensors that live graphs need.
 
@@ -186,7 +186,7 @@ class ActivationStore:
                 ahead.add(region)
 
     def _drop_idle_copies(self) -> None:
-        """Drop copies on the device that were not requested lately: another graph is read, or one is retained."""
+        """Drop copies on the device without recent requests: another graph is read, or one is retained."""
         for region, touched in list(self._fetched.items()):
             if self._requests - touched > PATIENCE * self._window:
                 self._drop_copy(region)
@@ -209,7 +209,7 @@ class ActivationStore:
         region.copy = copy
 
     def _free_if_done(self, region: "_Region") -> None:
-        """Give the host's memory back once no graph needs it and no copy touches it."""
+        """Return the host's memory once no graph needs it and no copy uses it."""
         if region.readers == 0 and region.saving is None and region.fetching is None:
             region.source = region.copy = None
             self._note(region)
@@ -218,9 +218,9 @@ class ActivationStore:
             self._host.give_back(region.slab)
 
     def _reclaim(self, nbytes: int) -> None:
-        """Give back the device's memory of copies to the host, and of prefetched regions; not from inside of the store.
+        """Free the device's memory of copies to the host, and of prefetched regions; not from inside of the store.
 
-        Something else has no room there.
+        The ledger calls it if another allocation has no room.
         """
         if not self._lock.acquire(blocking=False):
             return
@@ -250,12 +250,12 @@ class ActivationStore:
             self._ledger.saved.change(counted, -1)
 
     def _on_drop(self, number: int) -> None:
-        """A graph has dropped a handle ([Note: dropped graphs])."""
+        """Note a handle dropped by its graph ([Note: dropped graphs])."""
         self._dropped.append(number)
         self._forget_dropped()
 
     def _forget_dropped(self) -> None:
-        """Forget the handles that were dropped, unless the store is in use: it does so when it is done."""
+        """Forget dropped handles, unless the store is in use, which does so at its end."""
         while self._dropped and self._lock.acquire(blocking=False):
             try:
                 while self._dropped:
@@ -285,11 +285,11 @@ class _Region:
 
     Attributes:
         source: the bytes on the device, until their copy to the host is complete.
-        saving: that copy, while it is under way.
+        saving: that copy, while it is pending.
         slab: the memory of the host.
         saved: the bytes on the host, in `slab`.
         copy: the bytes on the device again.
-        fetching: the copy back to the device, while it is under way.
+        fetching: the copy back to the device, while it is pending.
         readers: number of live handles.
         changed: whether the source was changed before its copy was complete.
         counted: the storage on the device that the ledger counts.
@@ -323,7 +323,7 @@ class _Region:
 
 
 class _Handle:
-    """Stands in the graph for a tensor that was copied to the host."""
+    """The graph's handle of a tensor copied to the host."""
 
     __slots__ = ("__weakref__", "dtype", "number", "offset", "region", "shape", "stride")
 

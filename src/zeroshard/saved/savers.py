@@ -1,6 +1,6 @@
-"""Savers: how tensors that autograd saves for the backward are kept, moved or compressed.
+"""Savers: objects that keep, move or compress autograd's saved tensors.
 
-They stand in a list: the first saver that takes a tensor has it, and tensors that none takes stay on the device.
+They form a list: the first saver that takes a tensor stores it, and other tensors stay on the device.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,14 +24,13 @@ LOSSLESS = ("binarize", "sparse", "inplace")  # names of `compress` that keep al
 
 
 class Saver(Protocol):
-    """Takes in saved tensors and gives them back: keeps, moves or compresses them.
+    """Stores saved tensors and returns them: keeps, moves or compresses them.
 
-    Several stand in a list, and the first that takes a tensor has it. Tensors that are the same view of the same values
-    are stored and counted once.
+    Equal views of the same values are stored and counted once.
 
     Attributes:
-        moves: whether it need be asked at all; one that keeps everything need not.
-        how: what it does with tensors.
+        moves: whether it takes any tensors.
+        how: a description, for messages.
         varies: whether bytes on the device depend on the values of tensors.
     """
 
@@ -40,29 +39,29 @@ class Saver(Protocol):
     varies: bool
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """Take in a tensor; returns the handle that `unpack` takes, or None to leave the tensor to the next saver.
+        """Store a tensor; returns a handle for `unpack`, or None to leave the tensor to the next saver.
 
-        With a `Kept` one the tensor stays where it is, whatever the next savers would do. A saver enters on the ledger
-        what it holds on the device, but for those, which the engine counts.
+        With a `Kept` handle the tensor stays on the device, without the next savers. A saver enters its bytes on the
+        device into the ledger, except those, which the engine counts.
         """
 
     def unpack(self, saved: Any) -> torch.Tensor:
-        """The tensor again, on its device; of a handle that this saver returned."""
+        """The tensor of a handle of this saver, on its device."""
 
     def settle(self) -> None:
-        """A step ends: wait for copies under way, and drop prefetched tensors that no backward read."""
+        """End a step: wait for pending copies, and drop prefetched tensors that no backward read."""
 
 
 class Savers:
-    """Asks savers in their order, as one saver.
+    """A list of savers as one saver.
 
     Args:
-        savers: the first that takes a tensor has it; one that none takes stays where it is.
+        savers: the first that takes a tensor stores it; other tensors stay on the device.
 
     Attributes:
-        moves: whether any does more than keep.
-        asked: those that are asked now.
-        choices: those that may be asked together, where that is decided block by block: each alone, or all.
+        moves: whether any takes tensors.
+        asked: the savers in use now.
+        choices: sets of savers for a decision block by block: each alone, or all.
     """
 
     def __init__(self, savers: Sequence[Saver]) -> None:
@@ -72,7 +71,7 @@ class Savers:
         self.moves = any(saver.moves for saver in savers)
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """Take in a tensor; returns what `unpack` takes. A `Kept` one stays where it is."""
+        """Store a tensor; returns a handle for `unpack`. A `Kept` one stays on the device."""
         for saver in self.asked:
             handle = saver.pack(tensor)
             if handle is not None:
@@ -80,7 +79,7 @@ class Savers:
         return Kept(tensor)
 
     def ask_all(self) -> None:
-        """Ask all savers from now on."""
+        """Use all savers from now on."""
         self.asked = self._savers
 
     def unpack(self, saved: Any) -> torch.Tensor:
@@ -91,13 +90,13 @@ class Savers:
         return kept.tensor()
 
     def settle(self) -> None:
-        """A step ends: wait for copies under way, and drop prefetched tensors that no backward read."""
+        """End a step: wait for pending copies, and drop prefetched tensors that no backward read."""
         for saver in self._savers:
             saver.settle()
 
 
 class _Packed:
-    """A tensor that a saver of the list has, with its handle."""
+    """A handle with its saver."""
 
     __slots__ = ("handle", "saver")
 
@@ -119,13 +118,13 @@ class HostTier(Protocol):
 
 @dataclass(frozen=True)
 class SavingPlan:
-    """What a plan asks of savers.
+    """A plan's settings of savers.
 
     Attributes:
         compress: names of codes.
-        tier: where activations go that are offloaded, if any are.
-        window: copies to the host under way at a time.
-        key: of random numbers, for the step under way.
+        tier: host tier of offloaded activations, or None.
+        window: number of concurrent copies to the host.
+        key: returns the key of the current step's random numbers.
     """
 
     compress: tuple[str, ...]
@@ -135,7 +134,7 @@ class SavingPlan:
 
 
 def savers_of(plan: SavingPlan, model: nn.Module, ledger: Ledger) -> Savers:
-    """The savers that a plan asks for, compression before offload; what none of them takes stays on the device.
+    """The savers of a plan, compression before offload; other tensors stay on the device.
 
     Args:
         model: whose forwards save the tensors.

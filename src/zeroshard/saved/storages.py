@@ -1,13 +1,13 @@
 """Saved tensors that share storage, which is stored once: in regions of a storage, or view by view.
 
-[Note: regions] A region is bytes of one storage, from a multiple of 64 on, so that a tensor is aligned as it was. All
-tensors in a region share what is stored of it, whatever their shape and stride, and each comes back with its own:
-kernels are chosen by strides, so other strides could give other sums. A region is identified by storage, bytes and
-version; a weak reference to the storage keeps its address from being given out again.
+[Note: regions] A region is a range of bytes of one storage, from a multiple of 64 on, so that alignment is preserved.
+All tensors in a region share its stored copy, and each is read with its own shape and stride: kernels are chosen by
+strides, so other strides could give other sums. A region is identified by storage, bytes and version; a weak reference
+to the storage keeps its address from being reused.
 
 [Note: parts of a storage] A tensor with gaps, or a small part of a large storage, is stored with its whole storage,
-which the graph would hold for it anyway: q, k and v that were cut out of one product are stored once. Where the storage
-is no result of the graph (a column of the data, say) such a part stays where it is.
+which the graph would hold anyway: q, k and v cut from one product are stored once. If the storage is no result of the
+graph (a column of the data, say) such a part stays on the device.
 
 [Note: views] Two saved tensors are the same view if storage, offset, shape, stride, dtype and version are equal; only
 then does one stored copy serve both, since transposed views of the same bytes would give other values. The weak
@@ -27,7 +27,7 @@ SMALLEST = 2**14  # bytes; below it storing a tensor elsewhere costs more than i
 
 
 def extent_of(tensor: torch.Tensor, smallest: int) -> tuple[int, int] | None:
-    """The bytes of the storage that a tensor's region has, (first, last + 1); None if it stays where it is."""
+    """The byte range of a tensor's region in its storage, (first, last + 1); None if it stays on the device."""
     if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor) or not tensor.numel():
         return None
     if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
@@ -68,7 +68,7 @@ class Views:
         return self._handles.get(_view_of(tensor))
 
     def enter(self, tensor: torch.Tensor, handle: ViewHandle) -> None:
-        """A view has been stored; it is known for as long as its handle lives."""
+        """Enter a stored view, for as long as its handle lives."""
         self._handles[_view_of(tensor)] = handle
 
 

@@ -72,9 +72,9 @@ class AutoRecomputation(Recomputation):
         self._grown: dict[PassKey, PassMeasures] = {}  # of forwards that took more than their decisions count on
 
     def run(self, block: BlockForward, args: Any, kwargs: Any) -> Any:
-        """A block's forward; what it saves is stored where that is decided, and stays else.
+        """A block's forward; savers store its saved tensors only by a decision.
 
-        So does what comes between and after blocks; the backward reads what comes last at once.
+        Tensors saved between and after blocks stay on the device; the backward reads the last ones at once.
         """
         saver, apart = self._context.saver, block.left_alone and not self._inside
         before = saver.asked
@@ -96,7 +96,7 @@ class AutoRecomputation(Recomputation):
         return [row for applied in self.decided.values() for row in rows_of(applied, self._calls)]
 
     def step_ends(self, comm: Comm, world: Comm) -> list[StepEnd]:
-        """The agreement of the ranks on what was measured."""
+        """The agreement of the ranks on the measurements."""
         return [AutoStepEnd(self, self._budget, comm, world)]
 
     def needed(self, measured: Mapping[PassKey, PassMeasures]) -> int:
@@ -160,7 +160,7 @@ class AutoRecomputation(Recomputation):
         self.measured[key] = measures if before is None else measures.highest(before)
 
     def _grow(self, key: PassKey, applied: AppliedDecision, first: int, rest: PassMeasures) -> None:
-        """Have later decisions count on what blocks of a forward took, from the block `first` on."""
+        """Update the measures for later decisions with a forward's blocks, from the block `first` on."""
         before = self._grown.get(key, applied.measures)
         whole = PassMeasures(before.blocks[:first] + rest.blocks, before.before, rest.after)
         grown = before.highest(whole)
@@ -216,7 +216,7 @@ class AutoRecomputation(Recomputation):
         return DecidedForward(self._services, key, weights, self._waiting.begin(), applied)
 
     def _beside_others(self, applied: AppliedDecision, forwards: int) -> AppliedDecision:
-        """Decide for one more forward than planned, within what is left of the budget.
+        """Decide for one more forward than planned, within the rest of the budget.
 
         If that is too little, it is the decision of the fewest bytes: graphs may end meanwhile, and else the ledger
         refuses. Ranks that decide together take that at once.
@@ -289,7 +289,7 @@ class AutoStepEnd:
             raise budget.too_small(short + room, room)
 
     def end_step(self, skipped: bool) -> None:
-        """Decide what was not decided yet; in the first step together, and so always where blocks hold collectives."""
+        """Make the open decisions; the ranks agree in the first step, and always if blocks hold collectives."""
         recomputation, budget = self._recomputation, self._budget
         measured, room = dict(recomputation.measured), budget.room
         if self._room is None or budget.together:

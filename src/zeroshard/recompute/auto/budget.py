@@ -180,7 +180,7 @@ class ActivationBudget:
         )
 
     def explain(self, needed: int, room: int) -> None:
-        """Have errors say what is enough where forwards take more than decided: `needed` bytes or what they ask for."""
+        """Set the advice of errors: a budget with `needed` bytes for activations, or the larger refused request."""
         self.ledger.way_out = lambda asked, budget: self._enough(max(needed, asked - budget + room), room)
 
     def _enough(self, needed: int, room: int) -> str:

@@ -87,7 +87,7 @@ class PassChain:
 
     @property
     def outside(self) -> int:
-        """Bytes of each forward beside what its blocks keep."""
+        """Bytes of each forward besides its blocks' kept tensors."""
         return self._measures.before + sum(each.kept for each in self._measures.blocks)
 
     @property
@@ -236,7 +236,7 @@ class AppliedDecision:
         return len(self.measures.blocks) * max((block.saved for block in self.measures.blocks), default=0)
 
     def enter(self, number: int, nbytes: int) -> BlockMeasures | None:
-        """Enter what a block added to the activations; its measures with that, if it is kept and they have less."""
+        """Enter a block's added bytes of activations; returns larger measures if it is kept and took more."""
         self.held[number] = nbytes
         blocks = self.measures.blocks
         block, between = blocks[number], blocks[number + 1].kept if number + 1 < len(blocks) else 0

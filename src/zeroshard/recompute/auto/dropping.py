@@ -1,4 +1,4 @@
-"""Forwards that wait for their backward: how many there are, and what of them is dropped where room runs short.
+"""Forwards that wait for their backward: their number, and the dropping of kept blocks if memory runs short.
 
 A block that a decision keeps can be computed again as well: its input and its random numbers are kept beside what it
 saves. So where something else finds no room on the device, blocks are dropped, the oldest first, whose backward comes
@@ -49,7 +49,7 @@ class WaitingForwards:
         return len(self._graphs)
 
     def begin(self) -> ForwardGraph:
-        """One more forward; what its graph holds has to hold the result."""
+        """Count one more forward; its graph must hold the result."""
         graph = ForwardGraph()
         self._graphs.add(graph)
         return graph

@@ -109,7 +109,7 @@ class MeasuredForward:
         self.held = self._services.budget.activations
 
     def _stored(self, tensors: list[Tensor]) -> tuple[StoredCosts | None, ...]:
-        """Costs of storing what a block saves, by the choices of the plan's savers; None where room is short."""
+        """Costs of storing a block's saved tensors, by the savers' choices; None if room is short."""
         savers, budget = self._services.context.saver, self._services.budget
         by = Clocks(self._services.context.now, self._ready, lambda: budget.activations, self._known)
         largest = max((tensor.untyped_storage().nbytes() for tensor in tensors), default=0)
@@ -184,7 +184,7 @@ class DecidedForward:
         return grown
 
     def has_room(self, number: int, known: bool) -> bool:
-        """Whether the forward can go on as decided; drops kept blocks of earlier forwards for that.
+        """Whether the forward can continue by its decision; may drop kept blocks of earlier forwards.
 
         Args:
             known: whether the block was seen to run before.
@@ -224,7 +224,7 @@ class DecidedForward:
         return output
 
     def _ask(self) -> None:
-        """Have savers store what the block saves that is about to run, if that is its way."""
+        """Select the savers for the next block, if its way is to be stored."""
         if self._part.by is not None:
             saver = self.services.context.saver
             saver.asked = saver.choices[self._part.by.number]

@@ -89,7 +89,7 @@ class BlockMeasures:
 
 @dataclass(frozen=True, slots=True)
 class _Saved:
-    """A tensor as it was saved: its number, its storage if it is new, and what had been called until then."""
+    """A saved tensor: its number, its storage if it is new, and the number of operations before it."""
 
     number: int
     place: int | None
@@ -215,7 +215,7 @@ def _least_seconds(these: Sequence[Timed], others: Sequence[Sequence[Timed]]) ->
 
 
 class SavedWatch:
-    """Keeps what a block saves until it has been measured, whatever the plan does with it.
+    """Keeps a block's saved tensors until they are measured.
 
     Args:
         region: the forward.

@@ -34,7 +34,7 @@ MAKE = 5e-5  # seconds that making a tensor takes besides
 
 
 class NotSaved(Exception):
-    """A node lacks what its operation took."""
+    """A node lacks an input of its operation."""
 
 
 class Inputs:
@@ -63,7 +63,7 @@ class Inputs:
         return edge.variable.detach() if edge is not None and kind_of(edge) == "AccumulateGrad" else None
 
     def tensor(self, name: str, number: int) -> Tensor:
-        """The input of that name; the node's edge of that number leads to what made it."""
+        """The input of that name; the node's edge of that number leads to the operation that made it."""
         edge = self._node.next_functions[number][0] if number < len(self._node.next_functions) else None
         found = self.parameter(name, number) if self.weights and edge is not None else None
         found = self[name] if found is None else found
@@ -239,7 +239,7 @@ def _cost_of(
 def _recipe_of(
     number: int, tensor: Tensor, since: int, epsilons: Sequence[float], now: Callable[[], float]
 ) -> tuple[Recipe, float] | None:
-    """How a tensor is made with the same bits, and the seconds of that; None if it can not be."""
+    """The recipe of a tensor with the same bits, and its seconds; None if there is none."""
     node = None if is_traceable_wrapper_subclass(tensor) else node_of(tensor)
     if node is None or kind_of(node) not in RULES or node._sequence_nr() < since:
         return None

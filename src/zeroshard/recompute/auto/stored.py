@@ -1,7 +1,7 @@
-"""Blocks of which the plan's savers store what they save: on the host, or compressed without loss.
+"""Blocks whose saved tensors the plan's savers store: on the host, or compressed without loss.
 
-In the first forward what a block saves is stored and read once, to see what that takes: bytes that stay on the device,
-seconds of the thread, and seconds of copies that run beside it. On a CPU copies run in the thread.
+In the first forward a block's saved tensors are stored and read once, to measure the costs: bytes that stay on the
+device, seconds of the thread, and seconds of concurrent copies. On a CPU copies run in the thread.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -45,7 +45,7 @@ class StoredCosts:
 
 @dataclass(frozen=True, slots=True)
 class BySavers:
-    """Which savers store what a block saves.
+    """A choice of savers for a block's saved tensors.
 
     Attributes:
         number: of the savers' choice, in `Savers.choices`.
@@ -84,7 +84,7 @@ class Clocks:
 
 
 def measured(savers: Savers, number: int, saved: Sequence[Tensor], by: Clocks) -> StoredCosts | None:
-    """Have savers store what a block saves, and read it again; one storage after the other, of which copies are alive.
+    """Costs of storing and reading a block's saved tensors, measured for one storage at a time.
 
     Args:
         savers: of the plan.

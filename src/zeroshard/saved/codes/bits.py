@@ -1,4 +1,4 @@
-"""One bit, or four, for each element: what a ReLU and a max-pool need of their inputs (Gist, section 4.1)."""
+"""Codes of one bit or four per element, for the backward of a ReLU and of a max-pool (Gist, section 4.1)."""
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ def pack_bits(flags: Tensor) -> Tensor:
 
 
 def unpack_bits(packed: Tensor, numel: int) -> Tensor:
-    """The flags bool [numel] of what `pack_bits` returned."""
+    """The flags bool [numel] from the result of `pack_bits`."""
     flags = packed.new_empty(numel, dtype=torch.bool)
     if (kernels := kernels_for(packed)) is not None:
         kernels.call("unpack_bits", packed, numel, flags)
@@ -38,5 +38,5 @@ def pack_halves(numbers: Tensor) -> Tensor:
 
 
 def unpack_halves(packed: Tensor, numel: int) -> Tensor:
-    """The numbers uint8 [numel] of what `pack_halves` returned."""
+    """The numbers uint8 [numel] from the result of `pack_halves`."""
     return torch.stack([packed & 15, packed >> 4], 1).flatten()[:numel]

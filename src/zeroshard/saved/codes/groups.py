@@ -1,13 +1,13 @@
 """Few bits for each element of a group, with a scale for the group.
 
-Integers (ActNN, Chen et al., 2104.14129, section 3): a group of 256 values is laid between its least and its greatest
-one, and each becomes one of 2^b steps, rounded up or down at random so that it is right in the mean:
+Integers (ActNN, Chen et al., 2104.14129, section 3): the range of a group of 256 values has 2^b steps, and each value
+becomes one of them, rounded up or down at random so that it is unbiased:
 q = floor((x - least) / (greatest - least) * (2^b - 1) + u), u uniform in [0, 1).
 
 Scaled fp8 (COAT, Xi et al., 2410.19313, section 4): a group of 128 values is divided by its greatest magnitude over
 448, the largest number of e4m3, and rounded to that format.
 
-[Note: non-finite groups] A NaN or an infinity has all values of its group read back as NaN, so that it is seen.
+[Note: non-finite groups] All values of a group with a NaN or an infinity are read back as NaN, so that it shows.
 """
 
 from dataclasses import dataclass
@@ -27,8 +27,8 @@ class Scaled:
 
     Attributes:
         codes: packed.
-        scales: fp32, of each group the size of a step.
-        least: fp32, of each group the value of code 0; none if that is 0.
+        scales: fp32, the size of a step of each group.
+        least: fp32, the value of code 0 of each group; None if it is 0.
     """
 
     codes: Tensor
@@ -98,7 +98,7 @@ class GroupFloats:
 
 
 def _rows(values: Tensor, group: int, filled: Tensor) -> Tensor:
-    """Values [n] as groups [rows, group], the last one filled up."""
+    """Values [n] as groups [rows, group], the last one padded with `filled`."""
     missing = -values.numel() % group
     return torch.cat([values, filled.expand(missing)]).view(-1, group) if missing else values.view(-1, group)
 

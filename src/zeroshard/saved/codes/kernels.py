@@ -1,4 +1,4 @@
-"""The codes' kernels in C++ (codes.cpp), for tensors on a CPU; each has an equal in torch's operations."""
+"""The codes' kernels in C++ (codes.cpp), for tensors on a CPU; each has an equivalent in torch's operations."""
 
 import ctypes
 import warnings
@@ -32,13 +32,13 @@ class Kernels:
             function.argtypes, function.restype = ARGUMENTS[name], NUMEL if name == "count" else None
 
     def call(self, name: str, *arguments: Tensor | int) -> int:
-        """Call a function; returns what "count" counts."""
+        """Call a function; returns the result of "count", else 0."""
         found = self._functions[name](*(a.data_ptr() if isinstance(a, Tensor) else a for a in arguments))
         return int(found or 0)
 
 
 class RehearsedKernels:
-    """Stands for the kernels where tensors have no values, so that a rehearsal allocates what a run does."""
+    """Replacement of the kernels for tensors without values: a rehearsal allocates as much as a run."""
 
     def call(self, name: str, *arguments: Tensor | int) -> int:
         """Compute nothing."""

@@ -1,4 +1,4 @@
-"""Lossy codes by name, with one face: fp32 values in, their codes out, and values again."""
+"""Lossy codes by name, with one interface: encode fp32 values, and decode them."""
 
 from collections.abc import Callable
 from itertools import count
@@ -14,7 +14,7 @@ class Lossy(Protocol):
     """Codes of fp32 values."""
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step."""
 
     def nbytes(self, numel: int) -> int:
         """Bytes of the codes of so many values."""
@@ -33,7 +33,7 @@ class Rounded:
         self._code, self.nbytes = code, code.nbytes
 
     def begin(self) -> None:
-        """Nothing changes from step to step."""
+        """Nothing to do: the code has no state of a step."""
 
     def encode(self, values: Tensor) -> tuple[Tensor, ...]:
         """The words of values [n]."""
@@ -45,11 +45,11 @@ class Rounded:
 
 
 class RoundedAtRandom:
-    """Integers of groups, whose random numbers are those of the step and of the tensor's number in it.
+    """Integers of groups, with random numbers keyed by the step and the tensor's number in it.
 
     Args:
         code: the integers.
-        key: of the step under way.
+        key: returns the key of the current step.
     """
 
     def __init__(self, code: GroupIntegers, key: Callable[[], int]) -> None:
@@ -81,7 +81,7 @@ class RoundedInGroups:
         self._code, self.nbytes = code, code.nbytes
 
     def begin(self) -> None:
-        """Nothing changes from step to step."""
+        """Nothing to do: the code has no state of a step."""
 
     def encode(self, values: Tensor) -> tuple[Tensor, ...]:
         """Codes and scales of the groups of values [n]."""
@@ -97,7 +97,7 @@ def lossy_of(name: str, key: Callable[[], int]) -> Lossy:
     """The code of a name in `policy.LOSSY`.
 
     Args:
-        key: of the random numbers of the step under way.
+        key: returns the key of the current step's random numbers.
     """
     if name in ROUNDED:
         return Rounded(ROUNDED[name])

@@ -1,9 +1,8 @@
 """Small floating-point numbers: fp16 (1/5/10 bits), fp10 (1/5/4, three in 32 bits), fp8 (1/4/3) of Gist, section 4.3.
 
-[Note: rounding] A number becomes the nearest of the format, and of two equally near the one whose last bit is 0. There
-are no denormal numbers: below the smallest normal number is zero, and what lies at most half way is zero. Finite
-numbers beyond the largest become the largest. The highest exponent is that of infinities and NaN, which stay what they
-are, so that a run that diverges is seen to; signs stay, that of zero too.
+[Note: rounding] Numbers are rounded to nearest, ties to even. There are no denormal numbers: a number of at most half
+the smallest normal one becomes zero. Finite numbers beyond the largest become the largest. The highest exponent is
+reserved for infinities and NaN, which are preserved, so that a diverging run shows; signs are preserved, also of zero.
 """
 
 from dataclasses import dataclass
@@ -35,7 +34,7 @@ class SmallFloat:
 
     @property
     def offset(self) -> int:
-        """What an exponent of fp32 is more than this format's, at its place in a code."""
+        """The difference of the exponents' biases of fp32 and this format, shifted to the exponent's bits in a code."""
         return (BIAS + 1 - (1 << self.exponent - 1)) << self.mantissa
 
     @property

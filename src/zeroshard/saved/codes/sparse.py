@@ -1,10 +1,10 @@
-"""Sparse storage of values that are computed with densely (Gist, section 4.2): rows with a narrow column index.
+"""Sparse storage of dense tensors (Gist, section 4.2): rows with a narrow column index.
 
 A tensor is laid out in rows of 256 columns, so a column's number takes one byte, and with fp32 values the sparse form
 is the smaller one from a fifth of zeros on; with column numbers of four bytes it would be from a half on.
 
-[Note: zeros] A value is left out if all its bits are 0. Negative zeros, denormal numbers and NaN are stored, so what is
-read back is the same bit for bit.
+[Note: zeros] A value is left out if all its bits are 0. Negative zeros, denormal numbers and NaN are stored, so the
+decoded values are the same bit for bit.
 """
 
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class SparseRows:
 
 
 def count(values: Tensor) -> int:
-    """How many of the values [n] are not zero ([Note: zeros])."""
+    """The number of nonzero values among [n] ([Note: zeros])."""
     words = values.view(WORDS[values.itemsize])
     if (kernels := kernels_for(values)) is not None:
         return kernels.call("count", values.itemsize, words, words.numel())
@@ -42,7 +42,7 @@ def count(values: Tensor) -> int:
 
 
 def nbytes(numel: int, found: int, value_bytes: int) -> int:
-    """Bytes of the sparse form of `numel` values, where the `found` that are not zero take `value_bytes` in all."""
+    """Bytes of the sparse form of `numel` values, `found` of them nonzero with `value_bytes` in all."""
     return value_bytes + found + 4 * (-(-numel // COLUMNS) + 1)
 
 
