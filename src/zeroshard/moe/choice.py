@@ -17,7 +17,7 @@ class SharingExperts(Choice):
     """The expert parallelism of a plan.
 
     Attributes:
-        ranks: that share out the experts of each mixture.
+        ranks: ranks that divide the experts of each mixture.
         two_level: whether tokens go first between the ranks of a machine.
         stages: of the plan, within each of which ranks share out experts.
     """
@@ -32,13 +32,13 @@ class SharingExperts(Choice):
         return (self.ranks,)
 
     def describe(self, ranks: int | None) -> Description:
-        """How many ranks share out the experts."""
+        """The number of ranks that divide the experts."""
         if self.ranks == 1:
             return Description()
         return Description((f"experts {self.ranks}",), settings=("tokens in two levels",) if self.two_level else ())
 
     def share(self, states: States, ranks: int) -> States:
-        """At least an equal part of the experts, whose parameters fewer ranks slice; all else is whole."""
+        """At least an equal part of the experts, whose parameters fewer ranks slice; the rest is whole."""
         mixtures = states.mixtures
         if not 1 < self.ranks <= mixtures.experts:
             return states

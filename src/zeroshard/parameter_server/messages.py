@@ -1,6 +1,6 @@
 """Messages between the server and workers on other ranks: requests and replies over the mesh's control group.
 
-A worker has one request under way: a frame (push or leave; which gradients exist) and for a push the gradients. The
+A worker has one pending request: a frame (push or leave; which gradients exist) and for a push the gradients. The
 reply is a frame and the weights. On the server's rank a thread of its own serves each worker.
 """
 

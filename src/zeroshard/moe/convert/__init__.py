@@ -1,1 +1,1 @@
-"""Mixtures in the place of feed-forward layers, and experts from trained ones."""
+"""Replacement of feed-forward layers by mixtures, with experts from trained layers."""

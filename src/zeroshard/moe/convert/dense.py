@@ -1,8 +1,8 @@
-"""Feed-forward layers of dense models, found by structure, and experts that compute the same.
+"""Feed-forward layers of dense models, found by structure, and equivalent experts.
 
-A copy of each, with a few features and weights of its own, is run beside the activations that experts have: it shows
-which of them the forward applies, in which order a gate and what it gates come, and where features are dropped. No
-value of the model is read, so that the model may be on the meta device.
+A narrow copy of each, with random weights, is compared with the activations of experts: it shows the forward's
+activation, the order of gate and value, and where features are dropped. No value of the model is read, so that the
+model may be on the meta device.
 
 Shapes: D width, F hidden features.
 """
@@ -24,7 +24,7 @@ from zeroshard.tensor.find.trial import TrialWeights, alike, apart, copy_of, in_
 WIDTH, HIDDEN = 4, 6  # features in a trial
 SHAPE = 2, 3  # batch and positions in a trial
 RATE = 0.5  # with which a trial drops features
-LARGE = 1000.0  # times usual activations: beyond any limit that a forward sets them
+LARGE = 1000.0  # times usual activations: beyond any clamp in a forward
 TOLERANCE = 1e-5
 
 
@@ -36,11 +36,11 @@ class DenseLayer:
         path: of its module.
         width: D.
         hidden: F.
-        up: paths in the module of the layers that widen: the gate first, then what it gates, where there are two.
-        down: that of the layer that comes back.
-        feed_forward: what an expert must be to compute the same; None where none does.
-        reason: why none does.
-        refused: why nothing can stand in its place; "" if experts can.
+        up: paths of the up projections in the module; with two, the gate first, then the value.
+        down: path of the down projection.
+        feed_forward: the architecture of an equivalent expert; None if there is none.
+        reason: why there is none.
+        refused: why the layer cannot be replaced; "" if it can.
     """
 
     path: str
@@ -71,7 +71,7 @@ def dense_layers(model: nn.Module) -> Iterator[DenseLayer]:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """Linear layers in one module, of which the first ones widen and the last comes back."""
+    """Up projections and a down projection in one module."""
 
     module: nn.Module
     up: tuple[str, ...]
@@ -80,7 +80,7 @@ class _Found:
     hidden: int
 
     def layer(self, path: str) -> DenseLayer:
-        """What it is."""
+        """The feed-forward layer, after a trial."""
         refused = self._refused()
         if refused:
             return DenseLayer(path, self.width, self.hidden, self.up, self.down, None, refused=refused)
@@ -93,7 +93,7 @@ class _Found:
         return DenseLayer(path, self.width, self.hidden, up or self.up, self.down, feed_forward, reason)
 
     def _refused(self) -> str:
-        """Why the module cannot be replaced, as far as its parts say; "" if it may be."""
+        """Why the module cannot be replaced, by its structure; "" if it may be."""
         kind, made = type(self.module).__name__, [linear_features(self._at(path)) for path in self.up]
         others = [
             path for path, module in self.module.named_modules()
@@ -156,7 +156,7 @@ class _Found:
         return copy.train(dropout > 0)
 
     def _dropout(self, weights: TrialWeights, x: Tensor, output: Tensor) -> tuple[float, str]:
-        """The probability with which hidden features are dropped in training; or why experts cannot do the same."""
+        """The dropout probability of hidden features in training; or why experts cannot have the same."""
         rates = {m.p for m in self.module.modules() if isinstance(m, nn.Dropout) and m.p}
         still = self._copy(weights)
         if not alike(still.train()(x.clone()), output, TOLERANCE):

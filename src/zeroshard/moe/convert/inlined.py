@@ -1,7 +1,7 @@
-"""Feed-forward layers that are no module: a block computes them with linear layers that it or its children hold.
+"""Feed-forward layers without a module: a block computes them with linear layers of its own or of its children.
 
-While a model's layers are looked at, each is a module in the place of its first part, and identities are in those of
-its other parts. Then it can be replaced like any other; the blocks of those that stay get their parts back.
+During the search, a module replaces the first part of each such layer, and identities its other parts. Then it can be
+replaced like any other; blocks whose layers stay get their parts back.
 """
 
 from collections.abc import Iterator
@@ -41,7 +41,7 @@ class InlinedFeedForward(nn.Module):
 
 @contextmanager
 def as_modules(model: nn.Module) -> Iterator[None]:
-    """Inside, the feed-forward layers of blocks that compute them are modules; those that are there in the end stay."""
+    """Turn the feed-forward layers of blocks into modules inside; replaced ones stay afterwards."""
     taken: list[tuple[_Slots, list[Any], nn.Module]] = []
     try:
         for module in list(model.modules()):
@@ -63,11 +63,11 @@ def as_modules(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Slots:
-    """Where the parts of a feed-forward layer are: modules or functions, by their modules and names.
+    """The sites of a feed-forward layer's parts (modules or functions).
 
     Attributes:
-        block: that computes the layer.
-        places: that of the layer first.
+        block: the block that computes the layer.
+        places: module and name of each part; the layer itself replaces the first.
     """
 
     block: nn.Module
@@ -75,17 +75,17 @@ class _Slots:
 
     @property
     def values(self) -> list[Any]:
-        """What is there."""
+        """The present parts."""
         return [getattr(module, name) for module, name in self.places]
 
     def restore(self, values: list[Any]) -> None:
-        """Put these there; modules keep their order."""
+        """Set the parts; modules keep their order."""
         for (module, name), value in zip(self.places, values, strict=True):
             home: Any = vars(module) if name in vars(module) else module._modules  # as attributes are looked up
             home[name] = value
 
     def fill(self, feed_forward: nn.Module) -> None:
-        """Put a layer into its place, and identities into the others."""
+        """Set a layer as the first part, and identities as the others."""
         others = [nn.Identity() if isinstance(value, nn.Module) else _same for value in self.values[1:]]
         self.restore([feed_forward, *others])
 
@@ -141,7 +141,7 @@ def _in_two(first: nn.Module, last: nn.Module, activation: Any) -> bool:
 
 
 def _leave_fast_paths(model: nn.Module, blocks: list[nn.Module]) -> None:
-    """Let torch's encoders call their blocks, and not compute with weights that these do not have any more."""
+    """Disable the fast paths of torch's encoders, which read weights of replaced blocks."""
     for block in blocks:
         if isinstance(block, TransformerEncoderLayer):
             block.activation_relu_or_gelu = 0

@@ -39,14 +39,14 @@ EQUAL = 1e-4  # relative; gates add up to 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Upcycling:
-    """How experts begin.
+    """The initial weights of experts.
 
     Attributes:
-        scale: what outputs of experts are multiplied by; None for 1 / E[sum of a token's gates].
+        scale: factor on the experts' outputs; None for 1 / E[sum of a token's gates].
         noise: normal noise on every weight of experts, relative to the standard deviation of its matrix.
         reinitialise: the share of hidden features that each expert draws anew, from 0 to 1.
         granularity: G, the parts into which each copy is cut.
-        seed: of the router's weights, the noise and the features that are drawn anew.
+        seed: of the router's weights, the noise and the reinitialised features.
     """
 
     scale: float | None = None
@@ -119,7 +119,7 @@ def replace_ffn(
     capacity: float | None = None,
     upcycling: Upcycling | None = None,
 ) -> Replacement:
-    """Put mixtures of experts in the place of every n-th feed-forward layer of a dense model, in the model itself.
+    """Replace every n-th feed-forward layer of a dense model by a mixture of experts, in place.
 
     Experts begin as copies of the layer. With a router whose gates add up to 1, the model computes in evaluation what
     it did before; see the note on the same function. A model on the meta device gets layers whose weights are drawn,
@@ -175,7 +175,7 @@ def _replaced(
 
 
 def _way_out(counted: Sequence[tuple[DenseLayer, int | None]], every: int) -> str:
-    """The numbers that would replace some layer, where the one that was given replaces none."""
+    """The advice for a setting that replaces no layer."""
     numbers = [number or 1 for layer, number in counted if layer.path and not layer.refused]
     if not numbers or every <= max(numbers):
         return " Leave the mixtures out, or put zs.moe.MoE into the model."
@@ -207,7 +207,7 @@ def _lists_around(modules: Mapping[str, nn.Module], path: str) -> Iterator[tuple
 
 
 def _skipped(path: str, number: int | None, every: int) -> str:
-    """Why a layer stays as it is, as its place says; "" if it does not."""
+    """Why a layer is not replaced, by its number; "" if it is."""
     if not path:
         return "it is the model itself"
     if number is None:
@@ -244,7 +244,7 @@ class _Named:
 
 @dataclass(frozen=True, slots=True)
 class _Where:
-    """A feed-forward layer that is replaced."""
+    """A feed-forward layer to replace."""
 
     layer: DenseLayer
     module: nn.Module
@@ -278,7 +278,7 @@ class _Where:
         return f"stacked experts, {'gated ' if found.gated else ''}{found.activation}"
 
     def _begin(self, scale: float, total: float, constant: bool) -> str:
-        """How experts begin."""
+        """The initial weights of experts, as text."""
         how, words = self.how, []
         if how.granularity > 1:
             words.append(f"each copy in {how.granularity} parts")

@@ -30,7 +30,7 @@ Table = Sequence[Sequence[int]]
 
 
 def shared_out(experts: int, ranks: int) -> list[tuple[int, int]]:
-    """The experts [first, stop) of each rank: as even as they divide, the first ranks having more."""
+    """The experts [first, stop) of each rank, dealt out evenly; the first ranks have more."""
     each, more = divmod(experts, ranks)
     cuts = list(accumulate((each + (rank < more) for rank in range(ranks)), initial=0))
     return list(pairwise(cuts))
@@ -120,13 +120,13 @@ class Exchanged:
 
 
 class ExpertRanks:
-    """The ranks that share out the experts of mixtures.
+    """The ranks that divide the experts of mixtures.
 
     Args:
         machines: the ranks of each machine, for messages in two levels; None for messages in one.
 
     Attributes:
-        size: how many they are; rank: this one among them.
+        size: number of ranks; rank: this rank's number.
     """
 
     def __init__(self, axis: Axis, machines: Sequence[Sequence[int]] | None = None) -> None:
@@ -159,13 +159,13 @@ class ExpertRanks:
         return Delivery(table, held, self.rank)
 
     def plan(self, elements: int) -> None:
-        """Enter elements by a formula beside those that are sent."""
+        """Add elements by a formula to the planned count."""
         if self._has_formula and not self._comm.evaluates:
             count = self._comm.counts[Purpose.EXCHANGE_TOKENS]
             count.planned = (count.planned or 0) + elements
 
     def forget_formula(self) -> None:
-        """Drop the formula: a forward is computed again in a backward, perhaps only in part."""
+        """Drop the planned count: a forward is recomputed in a backward, perhaps in part."""
         self._has_formula = False
         self._comm.counts[Purpose.EXCHANGE_TOKENS].planned = None
 
@@ -197,7 +197,7 @@ class ExpertRanks:
         return rows
 
     def _dispatch_shared(self, rows: Tensor, delivery: Delivery, label: str) -> Tensor:
-        """As `dispatch`, where ranks read each other's rows in shared memory."""
+        """As `dispatch`, by shared memory."""
         width, parts = rows.shape[1:], list(rows.split(delivery.sends))
         own = parts[self.rank]
         with _Shown(self._comm, [*parts[: self.rank], *parts[self.rank + 1 :]], own, label) as shown:
@@ -209,7 +209,7 @@ class ExpertRanks:
             return delivery.by_expert(received)
 
     def _combine_shared(self, local: Tensor, delivery: Delivery, rows: Tensor, label: str) -> Tensor:
-        """As `combine`, where ranks read each other's rows in shared memory, into `rows`."""
+        """As `combine`, by shared memory, into `rows`."""
         width, by_source = local.shape[1:], list(delivery.by_source(local))
         own = by_source.pop(self.rank)
         places = rows.split(delivery.sends)
@@ -302,7 +302,7 @@ def _exchanged(
 
 
 def _purpose(comm: Comm, purpose: Purpose) -> Purpose:
-    """The purpose of a collective, which is another while the model is evaluated."""
+    """The purpose under which a collective is counted: another one in evaluation."""
     return TO_EVALUATE[purpose] if comm.evaluates else purpose
 
 
@@ -354,7 +354,7 @@ class ExpertBuffers:
 
     @torch.no_grad()
     def share(self) -> None:
-        """Take those of the other ranks' experts from these; a collective call, where there are any."""
+        """Copy the buffers of other ranks' experts from these ranks; a collective call, if there are any."""
         by_dtype: dict[torch.dtype, list[tuple[Tensor, bool]]] = defaultdict(list)
         for module, held in self._modules:
             for buffer in module.buffers():

@@ -1,8 +1,8 @@
 """The technique of expert parallelism: each rank of a group keeps some experts of each mixture, and gets their rows.
 
-The ranks of a group work on different data (GShard, 2006.16668, section 3.2; Switch, 2101.03961, section 5). Gradients
-of an expert are there once in a group, from the tokens of all its ranks; so they are summed over the groups alone, and
-divided by all data ranks, as those of dense layers.
+The ranks of a group work on different data (GShard, 2006.16668, section 3.2; Switch, 2101.03961, section 5). An
+expert's gradient exists once in a group, from the tokens of all its ranks; so it is summed over the groups only, and
+divided by all data ranks, as for dense layers.
 
 [Note: layouts] Data, model, and expert parallelism in any combination (Switch, section 5): data ranks are those of the
 plan, tensor ranks split dense layers (`tensor.technique`), and `OwnTokens` deals out the tokens that these share.
@@ -75,7 +75,7 @@ class ExpertTechnique:
         return None
 
     def cut(self, model: nn.Module, axes: Mapping[str, Axis]) -> Mapping[nn.Parameter, Split]:
-        """Keep this rank's experts of each mixture, and let the mixtures exchange rows.
+        """Keep this rank's experts of each mixture, and install the exchange of rows.
 
         Raises:
             PlanError: the model has no mixtures, or one with fewer experts than ranks. ModelError: experts that cannot
@@ -145,7 +145,7 @@ class JoinTokens(JoinRows):
 
 
 class OwnTokens:
-    """The tokens of this rank among those that have the same."""
+    """The division of tokens among ranks with the same tokens."""
 
     def __init__(self, axis: Axis) -> None:
         self._ranks = TensorRanks(axis)
@@ -249,7 +249,7 @@ def _split(parameter: nn.Parameter, first: int, stop: int) -> Split:
 def _replace(
     model: nn.Module, found: Sequence[FoundExperts], cuts: Mapping[nn.Parameter, Split]
 ) -> dict[nn.Parameter, Split]:
-    """Put this rank's parts in the place of parameters wherever these stand.
+    """Replace parameters by this rank's parts, in all modules that hold them.
 
     Raises:
         ModelError: a parameter of an expert stands outside of mixtures too.

@@ -1,4 +1,4 @@
-"""Gradients of stacked weights, made one expert after the other in the memory where they belong.
+"""Gradients of stacked weights, computed one expert after the other in their final memory.
 
 That is the slot that an engine lends (`autograd.gradient_slot`), or `parameter.grad` if there is one, or a new tensor
 of the whole stack: never a tensor of the stack's size for each expert, which is what autograd makes of `stack[expert]`.
@@ -150,7 +150,7 @@ class StackGradient:
 
 
 def _may_be_written(parameter: Tensor, grad: Tensor) -> bool:
-    """Whether this backward adds to `parameter.grad` as it is, with nothing on the way that would see the gradient."""
+    """Whether this backward may add to `parameter.grad` in place: no hook or other reader gets the gradient."""
     hooked = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
     if hooked or type(grad) is not Tensor or grad.dtype != parameter.dtype or not grad.is_contiguous():
         return False

@@ -1,4 +1,4 @@
-"""Losses that balance experts, each invariant to how many experts and choices there are, with padding left out.
+"""Losses that balance experts, invariant to the numbers of experts and choices, without padding.
 
 `balance_loss` is 1 where the load is even and E where one expert has all tokens and all probability (k = 1). The
 squared coefficients of variation of Shazeer et al. are 0 and E - 1 there.

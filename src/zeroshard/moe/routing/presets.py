@@ -1,4 +1,4 @@
-"""Routers by name: those of the papers, and those of other systems as these compute."""
+"""Routers by name: of the papers, and as in other systems."""
 
 import difflib
 import math
