@@ -50,7 +50,7 @@ class Allowed:
 
 
 class CompressedStore:
-    """A saver that compresses tensors between forward and backward ([Note: what is compressed]).
+    """A saver that compresses tensors between forward and backward. See [Note: what is compressed].
 
     Args:
         allowed: the codes.
@@ -126,7 +126,7 @@ class CompressedStore:
         return self._ledger.recording or self._ledger.limits_activations
 
     def _may(self, tensor: Tensor) -> bool:
-        """Whether a tensor may be compressed ([Note: what is compressed])."""
+        """Whether a tensor may be compressed. See [Note: what is compressed]."""
         if tensor.dtype is torch.bool:
             return self._allowed.binarize
         if tensor.dtype not in FLOATS:
