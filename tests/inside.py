@@ -69,7 +69,7 @@ def asked_savers_of(engine: zs.Engine) -> Sequence[Saver]:
 def gradient_tensors_of(engine: zs.Engine) -> list[Tensor | None]:
     """The buffers of gradients, and the sums that are kept beside them."""
     gradients = [part.gradients for part in parts_of(engine).all if part.gradients]
-    return [t for g in gradients for t in (g._buffer.tensor, getattr(g._sum, "_own", None))]
+    return [t for g in gradients for t in (g.buffer.tensor, getattr(g._sum, "_own", None))]
 
 
 def free_blocks_of(arena: Arena) -> list[Tensor]:

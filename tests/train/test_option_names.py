@@ -134,7 +134,7 @@ WRONG = """
     --recompute blocks --activations sqrt | --recompute blocks and --activations sqrt contradict
     --activations.compress nosuch  | --activations.compress
     --activations.operations norms | --activations selective --activations.operations
-    --device-memory nosuch         | --device-memory: 'nosuch' is no size
+    --device-memory nosuch         | --device-memory is 'nosuch'
     --overlap-gather --zero 3      | --overlap-gather and --zero 3 do not combine
     --reduce-every step            | set --microbatches to 2 or more
     --rollbacks 1 --no-checkpoint  | leave --no-checkpoint out
