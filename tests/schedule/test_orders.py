@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from zeroshard.errors import PlanError
-from zeroshard.schedule import Action, Kind, Layout, Schedule
+from zeroshard.schedule import Action, Kind, Layout, Schedule, orders
 from zeroshard.schedule.orders import CHUNKED, FLUSHING, SCHEDULES, check, one_f_one_b_part, one_f_one_b_rest, warm_up
 
 F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT  # noqa: E741
@@ -179,3 +179,11 @@ def test_the_order_of_1f1b_is_that_of_torch_but_for_the_last_rank(d: int, m: int
     ours = [words(FLUSHING["1f1b"](Layout.equal(d), stage, m)) for stage in range(d)]
     *theirs, last = from_torch("Schedule1F1B", d, 1, m)
     assert [*theirs, re.sub(r"F(\d+)", lambda match: f"F{int(match[1]) - 1}", last)] == ours
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_the_drawn_orders_are_those_of_the_functions(name: str) -> None:
+    """The module's docstring draws three stages with four microbatches."""
+    drawing = (orders.__doc__ or "").split(f"    {name} ")[1].split("\n\n")[0]
+    drawn = [" ".join(line.split()[1:]) for line in drawing.splitlines()]
+    assert drawn == [short(FLUSHING[name](Layout.equal(3), stage, 4)) for stage in range(3)]

@@ -2,6 +2,16 @@
 
 Every function takes the layout, the stage s (0-based) and the number m of microbatches that come to this rank, and
 returns compute only, with microbatches numbered 0 to m - 1. d is the number of stages, v the chunks of each.
+
+With d = 3, m = 4, the forward (F) and backward (B) of each microbatch in the order of each stage:
+
+    gpipe    0  F0 F1 F2 F3 B0 B1 B2 B3
+             1  F0 F1 F2 F3 B0 B1 B2 B3
+             2  F0 F1 F2 F3 B0 B1 B2 B3
+
+    1f1b     0  F0 F1 F2 B0 F3 B1 B2 B3
+             1  F0 F1 B0 F2 B1 F3 B2 B3
+             2  F0 B0 F1 B1 F2 B2 F3 B3
 """
 
 from collections.abc import Callable

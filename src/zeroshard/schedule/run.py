@@ -1,4 +1,17 @@
-"""The interpreter: carries out one rank's list, action by action, for any number of stages."""
+"""The interpreter: carries out one rank's list, action by action, for any number of stages.
+
+A step, whatever the plan:
+
+    actions = orders -> pipeline -> lower -> verify     once for each rank; of a stream, for each step
+    for action in actions:                              `Interpreter.run`
+        handlers[action.kind](action)
+
+        RECV_F / SEND_F, RECV_B / SEND_B                a message between stages      pipeline.run.messages
+        GATHER / FREE                                   weights of a chunk            zero
+        F, B, I, W                                      the model, or autograd        step, pipeline.run.executor
+        REDUCE                                          gradients over replicas       step.backward
+        UPDATE                                          agree, decide, apply          step.sequence
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

@@ -155,7 +155,7 @@ class PipelineOrder:
         if pipeline.streams and not self.fed:
             scope.compare_batches(0)  # the others of a schedule that never flushes are compared at its end
         self._shapes = [executor.shapes(part) for part, _ in parts]
-        executor.run(pipeline.step(rank, self.fed))
+        executor.run(pipeline.step(rank, self.fed) if pipeline.streams else self.actions)
         if pipeline.streams:
             self.fed += 1
             scope.mean = scope.total() if stage.is_last else None
