@@ -18,6 +18,7 @@ from offload.offloaded import executing
 from pool import Pool
 from torch import Tensor, nn
 from torch.nn.functional import linear
+from zero.test_overlap_gather import Block
 
 import zeroshard as zs
 from zeroshard.parts.weights import Residence
@@ -34,15 +35,6 @@ PLANS: dict[str, dict[str, Any]] = {
     "sliced": {"zero": 3, "transport": "network"},
     "sliced and offloaded": {"zero": 3, "offload": "optimizer,parameters"},
 }
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.up(self.norm(x)))
 
 
 class Net(nn.Module):

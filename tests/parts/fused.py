@@ -22,7 +22,7 @@ WIDTH, FEATURES, COMMON, ROWS = 4, 7, 3, 4
 AXIS = "columns"
 
 
-class _Copy(torch.autograd.Function):
+class CopyToAxis(torch.autograd.Function):
     """Nothing in the forward, the sum over an axis in the backward."""
 
     @staticmethod
@@ -37,7 +37,7 @@ class _Copy(torch.autograd.Function):
         return gradient, None
 
 
-class _Sum(torch.autograd.Function):
+class SumOverAxis(torch.autograd.Function):
     """The other way round."""
 
     @staticmethod
@@ -78,13 +78,13 @@ class Fused(nn.Module):
         """[.., D] -> [.., D]."""
         weight, bias = self.weight, self.bias
         if self.group is not None:  # the common features get a part of their gradient from each rank
-            x = _Copy.apply(x, self.group)
+            x = CopyToAxis.apply(x, self.group)
             cut = 2 * self.features
-            weight = torch.cat([weight[:, :cut], _Copy.apply(weight[:, cut:], self.group)], 1)
-            bias = torch.cat([bias[:cut], _Copy.apply(bias[cut:], self.group)])
+            weight = torch.cat([weight[:, :cut], CopyToAxis.apply(weight[:, cut:], self.group)], 1)
+            bias = torch.cat([bias[:cut], CopyToAxis.apply(bias[cut:], self.group)])
         gate, up, common = (x * self.scale @ weight + bias).split([self.features, self.features, COMMON], -1)
         y = ((self.act(gate) * up + common.sum(-1, keepdim=True)) * self.gain) @ self.out
-        return y if self.group is None else _Sum.apply(y, self.group)
+        return y if self.group is None else SumOverAxis.apply(y, self.group)
 
 
 class Model(nn.Module):

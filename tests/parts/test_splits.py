@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from inside import axes_of, parts_of
+from parts.fused import CopyToAxis, SumOverAxis
 from plain_loop import plain_loop
 from pool import Pool
 from torch import Tensor, nn
@@ -54,35 +54,6 @@ class Middle(nn.Module):
         return x @ (self.matrices.sum(0) if kind == 2 else self.matrices[kind])
 
 
-class _Sum(torch.autograd.Function):
-    """The sum over an axis in the forward; in the backward every rank has the whole gradient already."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        x = x.clone()
-        dist.all_reduce(x, group=group)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
-class _Copy(torch.autograd.Function):
-    """The other way round: nothing in the forward, a sum in the backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        gradient = gradient.clone()
-        dist.all_reduce(gradient, group=ctx.group)
-        return gradient, None
-
-
 class SplitMiddle(nn.Module):
     """Matrix k of the two is on rank k of the axis; on the same data, so that kind 2 is a sum over the axis."""
 
@@ -93,7 +64,7 @@ class SplitMiddle(nn.Module):
 
     def forward(self, x: Tensor, number: Tensor) -> Tensor:
         group = self.axis.comm.mesh.gathers
-        return _Sum.apply(_Copy.apply(x, group) @ self.matrices[0], group)
+        return SumOverAxis.apply(CopyToAxis.apply(x, group) @ self.matrices[0], group)
 
 
 class OwnMiddle(nn.Module):
