@@ -205,6 +205,28 @@ def test_exceptions_are_needed_and_have_a_reason() -> None:
     assert all(reason.strip() for reason in EXCEPTIONS.values())
 
 
+NO_MODULES = {"memory ulimit", "cli train"}  # a limit of the system, and a command
+
+
+def unknown_modules(names: set[str], room: str, text: str) -> list[str]:
+    """Names in the docstring of a room that are those of no module in it."""
+    named = (f"{room} {name}" for name in re.findall(r"`([a-z_]+)`", text))
+    return [each for each in named if each.replace(" ", ".") not in names and each not in NO_MODULES]
+
+
+def test_rooms_name_modules_that_they_have() -> None:
+    names = {module.name for module in house()}
+    rooms = {".".join(path.parent.relative_to(SOURCE).parts) for path in SOURCE.rglob("__init__.py")} - {""}
+    found = [
+        each
+        for module in house()
+        if module.name in rooms
+        for each in unknown_modules(names, module.name, ast.get_docstring(module.tree) or "")
+    ]
+    assert found == []
+    assert unknown_modules({"moe.layer"}, "moe", "Read `layer`, then `router`.") == ["moe router"]
+
+
 def test_every_floor_is_inhabited_and_every_part_has_a_floor() -> None:
     parts = {path.stem if path.is_file() else path.name for path in SOURCE.iterdir() if path.suffix in (".py", "")}
     assert parts - {"__pycache__", "__init__"} <= set(FLOORS)

@@ -1,7 +1,7 @@
 """Mixtures of experts: a router sends each token to a few experts, which may lie on other ranks.
 
-Shazeer et al. (1701.06538), GShard (2006.16668), Switch (2101.03961). Read `routing`, the record that all share; then
-`router`, `layer`, `experts` and `technique`.
+Shazeer et al. (1701.06538), GShard (2006.16668), Switch (2101.03961). Read `routing`, whose record
+all share; then `layer`, `experts`, `exchange` (between ranks) and `convert` (of dense models).
 """
 
 from importlib import import_module

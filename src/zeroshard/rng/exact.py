@@ -76,7 +76,7 @@ class _Call:
 
 
 class ExactNumbers:
-    """The random numbers of one model; a `parts.random_numbers.RandomNumbers`.
+    """The random numbers of one model; a `parts.part.RandomNumbers`.
 
     Args:
         rows: numbers the rows of the batches.

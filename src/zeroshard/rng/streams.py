@@ -47,7 +47,7 @@ ALWAYS = (nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 
 
 class RankStreams:
-    """The streams of one model; a `parts.random_numbers.RandomNumbers`.
+    """The streams of one model; a `parts.part.RandomNumbers`.
 
     Args:
         zones: the zones, which report their borders.

@@ -1,1 +1,1 @@
-"""Updates on CPUs, in memory and offloaded: Adam (`adam`, `in_memory`) and Adafactor, with their kernels."""
+"""Updates on CPUs, in memory and offloaded: Adam (`adam`, `tiled`) and Adafactor, with their kernels."""

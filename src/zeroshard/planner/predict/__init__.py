@@ -1,5 +1,5 @@
 """Predictions of one plan: the engine rehearsed on tensors without values, its bytes, its traffic and its seconds.
 
-Read `predict`, `ways` (one stage or several), `rehearse`, `memory_tracker`, then `stages` (time of a pipeline) and
-`timed` (real tensors, on this machine).
+Read `predict` (one stage or several, rehearsed or timed on this machine), `rehearse`, `memory_tracker`, then `stages`
+(time of a pipeline).
 """

@@ -128,7 +128,7 @@ class Rehearsed:
         disk_nbytes: bytes on the disk.
         owners: what owners of whole parameters do and cost, in sentences; empty where slices are even.
         waits: seconds for which forwards and backwards among the spans waited for transfers; and those of one
-            microbatch, as `schedule.spans.medians` has its actions.
+            microbatch, as `schedule.simulate.medians` has its actions.
     """
 
     rank: int
