@@ -294,7 +294,11 @@ def test_options_that_cannot_be(given: dict[str, Any], complaint: str) -> None:
 @pytest.mark.parametrize(
     "given, kind, complaint",
     [
-        ({}, ConfigError, "machine.json cannot be read .*`zeroshard doctor` makes one. Or name a device: --gpu"),
+        (
+            {},
+            ConfigError,
+            "was not measured .machine.json is missing.: name one with --gpu.*or measure .*`zeroshard doctor`",
+        ),
         ({"gpu": "A100"}, PlanError, "did you mean A100-40 or A100-80"),
         ({"gpu": "A100-80", "gpu_memory": "1GiB"}, ConfigError, "some memory must be left"),
         ({"cluster": Path("none.toml")}, ConfigError, "none.toml cannot be read"),

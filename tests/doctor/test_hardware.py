@@ -4,12 +4,14 @@ import dataclasses
 import itertools
 import math
 import random
+import re
 from pathlib import Path
 
 import numpy
 import pytest
 
-from zeroshard.doctor.hardware import OPERATIONS, Device, HardwareTable, Link, Machines, preset, preset_names
+from zeroshard.doctor.hardware import OPERATIONS, Device, HardwareTable, Link, Machines, preset
+from zeroshard.doctor.presets import card_names
 from zeroshard.errors import ConfigError, PlanError
 
 CPU = Device("a CPU", "cpu", 2**33, {"fp32": 1e11, "bf16": 2e11}, 1e10, 1e-6)
@@ -127,29 +129,125 @@ def test_inside_a_node_only_the_inner_link_counts() -> None:
     assert slow_inside.wire_seconds("gather", 32.0, 32) == pytest.approx(31e9)
 
 
+SHEETS = {  # dense 16-bit and fp32 TFLOPS, GB/s and bytes of the memory, GB/s to the other cards of a node
+    "V100-16": (125, 15.7, 900, 16, 150),
+    "V100-32": (125, 15.7, 900, 32, 150),
+    "A100-40": (312, 19.5, 1555, 40, 300),
+    "A100-80": (312, 19.5, 2039, 80, 300),
+    "A100-40-PCIe": (312, 19.5, 1555, 40, 31.5),
+    "A100-80-PCIe": (312, 19.5, 1935, 80, 31.5),
+    "H100-80": (1979 / 2, 67, 3350, 80, 450),
+    "H100-PCIe": (1513 / 2, 51, 2000, 80, 63),
+    "H200": (1979 / 2, 67, 4800, 139.8, 450),
+    "B200": (4500 / 2, 75, 8000, 178.3, 900),
+    "B300": (4500 / 2, 75, 8000, 267, 900),
+    "L40S": (362, 91.6, 864, 44.5, 31.5),
+    "RTX 3090": (71, 35.6, 936, 24, 31.5),
+    "RTX 4090": (165.2, 82.6, 1008, 24, 31.5),
+    "RTX 5090": (209.5, 104.8, 1792, 32, 63),
+    "MI300X": (1307.4, 163.4, 5300, 192, 448),
+    "MI325X": (1307.4, 163.4, 6000, 256, 448),
+    "MI355X": (2516.6, 157.3, 8000, 288, 537.6),
+}
+
+
 def test_presets_are_what_the_sheets_say() -> None:
-    sheets = {"V100-32": (125, 900), "A100-80": (312, 2039), "H100-80": (989.5, 3350), "H200": (989.5, 4800)}
-    for name, (tflops, gbytes) in sheets.items():
-        device = preset(name)
-        assert device.matrix_flops["fp16"] == pytest.approx(0.6e12 * tflops)
+    assert set(SHEETS) == set(card_names())
+    for name, (half, single, gbytes, gib, inside) in SHEETS.items():
+        device, machines = preset(name), Machines.of(name.lower(), 16)
+        assert device.matrix_flops["fp16"] == pytest.approx(0.6e12 * half)
+        assert device.matrix_flops["fp32"] == pytest.approx(0.6e12 * single)
+        assert device.matrix_flops.get("bf16") == (None if "V100" in name else device.matrix_flops["fp16"])
         assert device.memory_bandwidth == pytest.approx(0.8e9 * gbytes)
-        assert "datasheet" in device.source and "assumed" in device.source
-    assert preset("V100-16").memory_bytes == 16 * 2**30 and "bf16" not in preset("V100-16").matrix_flops
-    assert preset(" rtx4090").name == preset("RTX 4090").name == "RTX 4090"
-    for name in preset_names():
-        machines = Machines.of(name.lower(), 16)
-        assert (machines.nodes, machines.device) == (2, preset(name))
+        assert device.memory_bytes == pytest.approx(gib * 2**30, abs=1)
+        assert re.search(r"(datasheet|data sheet|paper).*\(20[12]\d\); .*assumed", device.source)
+        assert machines.inside.bandwidth == pytest.approx(0.75e9 * inside)
+        assert (machines.nodes, machines.device) == (2, device)
         assert machines.wire_seconds("gather", 1e9, 16) > machines.wire_seconds("gather", 1e9, 8)
     assert Machines.of("H200", 4, per_node=2, between_gbps=80).between.bandwidth == pytest.approx(1e10 * 0.75)
 
 
-def test_an_unknown_device_is_told_its_near_matches() -> None:
-    with pytest.raises(PlanError, match="did you mean A100-40 or A100-80"):
-        preset("a100")
-    with pytest.raises(PlanError, match="V100-32"):
-        preset("V10O-32")
-    with pytest.raises(PlanError, match=r"the devices are V100-16, .*RTX 4090"):
-        preset("abacus")
+@pytest.mark.parametrize(
+    "typed, name",
+    [
+        *((spelt, "RTX 4090") for spelt in ("rtx4090", " RTX  4090", "rtx-4090", "4090", "NVIDIA GeForce RTX 4090")),
+        *((spelt, "A100-80") for spelt in ("a100-80gb", "A100 80 GB", "a100_80g", "a100-sxm4-80gb", "A100-80GiB")),
+        *((spelt, "H100-80") for spelt in ("h100-sxm", "H100 SXM5", "h100-80gb", "NVIDIA H100 80GB HBM3")),
+        *((spelt, "H100-PCIe") for spelt in ("h100-pcie", "NVIDIA H100 PCIe", "h100-80gb-pcie")),
+        *(("a100-40gb", "A100-40"), ("NVIDIA A100-PCIE-40GB", "A100-40-PCIe"), ("a100 80gb pcie", "A100-80-PCIe")),
+        *(
+            ("mi300x", "MI300X"),
+            ("AMD Instinct MI355X", "MI355X"),
+            ("l40s", "L40S"),
+            ("b200", "B200"),
+            ("b300", "B300"),
+        ),
+        *(("h200-141gb", "H200"), ("rtx3090", "RTX 3090"), ("5090", "RTX 5090"), ("mi325x", "MI325X")),
+    ],
+)
+def test_a_device_has_the_names_that_people_type(typed: str, name: str) -> None:
+    assert preset(typed).name == name
+
+
+@pytest.mark.parametrize(
+    "typed, meant",
+    [
+        ("a100", "did you mean A100-40 or A100-80 or A100-40-PCIe or A100-80-PCIe[?]"),
+        ("h100", "did you mean H100-80 or H100-PCIe[?]"),
+        ("V10O-32", "V100-32"),
+        ("rtx 4080", "RTX 4090"),
+        ("abacus", "the devices are V100-16, .*RTX 4090.*MI355X[.]"),
+        ("", "the devices are V100-16"),
+    ],
+)
+def test_an_unknown_device_is_told_its_near_matches(typed: str, meant: str) -> None:
+    with pytest.raises(PlanError, match=meant):
+        preset(typed)
+
+
+CARD = """
+memory = "12GiB"
+peak_tflops = { fp32 = 10, bf16 = 40 }
+memory_gbytes = 500
+"""
+
+
+def test_a_card_of_ones_own_has_the_keys_of_the_built_in_ones(tmp_path: Path) -> None:
+    file = tmp_path / "half-a-card.toml"
+    file.write_text(CARD)
+    device, machines = preset(str(file)), Machines.of(str(file), 2)
+    assert (device.name, device.memory_bytes, device.capacity_bytes) == ("half-a-card", 12 * 2**30, 11 * 2**30)
+    assert device.matrix_flops == pytest.approx({"fp32": 6e12, "bf16": 24e12})
+    assert device.memory_bandwidth == pytest.approx(4e11)
+    assert machines.inside.bandwidth == pytest.approx(0.75 * 12e9)  # PCIe 3, as without a word about it
+    assert "half-a-card.toml" in device.source and "assumed" in device.source
+    file.write_text(
+        CARD + 'name = "half"\ninside_gbytes = 100\nbetween_gbps = 80\nsource = "its box"\npublished = 2024'
+    )
+    whole = Machines.of(str(file), 2)
+    assert (whole.device.name, whole.inside.bandwidth, whole.between.bandwidth) == ("half", 75e9, 7.5e9)
+    assert whole.device.source.startswith("its box (2024)")
+
+
+@pytest.mark.parametrize(
+    "text, complaint",
+    [
+        ("memory = '12GiB'", "peak_tflops is missing"),
+        (CARD.replace("memory_gbytes", "memory_gbyte"), "memory_gbyte is no key of a card; did you mean memory_gbytes"),
+        (CARD.replace("40", "-40"), "peak_tflops.bf16 is -40"),
+        (CARD.replace("fp32", "fp64"), "peak_tflops is {'fp64'"),
+        (CARD.replace("12GiB", "much"), "memory: .*'much'"),
+        (CARD + "host_gbytes = true", "host_gbytes is True"),
+        (CARD + "=", "not valid TOML"),
+    ],
+)
+def test_a_wrong_card_is_refused_by_its_key(tmp_path: Path, text: str, complaint: str) -> None:
+    file = tmp_path / "card.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=rf"card.toml.*{complaint}"):
+        preset(str(file))
+    with pytest.raises(ConfigError, match=r"none\.toml cannot be read"):
+        preset(str(tmp_path / "none.toml"))
 
 
 DESCRIBED = """

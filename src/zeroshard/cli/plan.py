@@ -17,7 +17,7 @@ from rich.text import Text
 
 from zeroshard.doctor.hardware import Machines
 from zeroshard.doctor.profile import MachineProfile, default_path
-from zeroshard.errors import ConfigError, DataError
+from zeroshard.errors import ConfigError
 from zeroshard.plan import Plan
 from zeroshard.planner.predict.predict import predict
 from zeroshard.planner.predict.rehearse import TrainingTask, quiet
@@ -72,7 +72,8 @@ class PlanOptions:
     gpus: int | None = None
     """Number of all devices; 1 by default."""
     gpu: str = THIS_MACHINE
-    """Name of the device, such as A100-80; by default this machine, as zeroshard doctor measured it."""
+    """Name of the device, such as A100-80, or a TOML file of one; by default this machine, as zeroshard doctor measured
+    it."""
     profile: Path | None = None
     """Profile of this machine, as zeroshard doctor wrote it; by default in the place where it writes."""
     gpu_memory: str | None = None
@@ -242,10 +243,12 @@ def described_machines(options: PlanOptions, profile: Path) -> Machines:
 
 
 def _this_machine(profile: Path, count: int) -> Machines:
-    try:
-        measured = MachineProfile.load(profile)
-    except DataError as error:
-        raise ConfigError(f"{error} Or name a device: --gpu A100-80.") from error
+    if not profile.exists():
+        raise ConfigError(
+            f"No device is named, and this machine was not measured ({profile} is missing): name one with --gpu, such "
+            f"as --gpu A100-80, or measure this machine with `zeroshard doctor`."
+        )
+    measured = MachineProfile.load(profile)
     return measured.machines(count, measured.transport)
 
 

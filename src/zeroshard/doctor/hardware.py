@@ -10,24 +10,30 @@ between CPUs), each of the group's p ranks in the node sends to the N - p outsid
 
 import math
 import sys
-import tomllib
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
-from functools import cache
-from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
+from zeroshard.doctor.presets import (
+    DTYPES,
+    Card,
+    assumed,
+    card_names,
+    card_of,
+    card_table,
+    read_number,
+    read_toml,
+    refuse_unknown,
+)
 from zeroshard.errors import ConfigError, PlanError
 from zeroshard.text import format_bytes, parse_bytes
 
 Operation = Literal["gather", "exchange", "send"]
 UPDATE_TRAFFIC = 28 / 12  # bytes that a host Adam moves per byte of states: 12 read, 12 written, gradient and weight
 OPERATIONS: tuple[Operation, ...] = ("gather", "exchange", "send")
-DTYPES = ("fp32", "bf16", "fp16")
 ROUNDS = {"cpu": 1, "cuda": 512, "xpu": 512}  # bytes to which allocations are rounded up; 512 by torch's allocators
 EXAMPLE = 'device = "A100-80", nodes = 4, per_node = 8, inside_gbps = 1800, between_gbps = 400, host_memory = "1024GiB"'
 
@@ -220,23 +226,23 @@ class Machines:
 
     @classmethod
     def of(cls, name: str, count: int, per_node: int | None = None, between_gbps: float | None = None) -> "Machines":
-        """Devices of a preset, with the links that such machines come with.
+        """Cards of one kind, with the links that such machines come with.
 
         Args:
+            name: of a built-in card, or the path of a file with the keys of one.
             between_gbps: rate of one node, in gigabits (10^9) per second and direction.
 
         Raises:
-            PlanError: no such preset.
+            PlanError, ConfigError: no such card, or a wrong file.
         """
-        entry, shared = _entry(name), _presets()
-        assumed, efficiency = shared["assumed"], shared["efficiency"]["link"]
-        gbps = between_gbps or entry.get("between_gbps", assumed["between_gbps"])
+        card, efficiency = card_of(name), card_table()["efficiency"]["link"]
+        gbps = between_gbps or card.between_gbps
         return cls(
-            preset(name),
+            _attainable(card),
             count,
-            per_node or assumed["per_node"],
-            Link(entry["inside_gbytes"] * 1e9 * efficiency, assumed["inside_latency"]),
-            Link(gbps * 1e9 / 8 * efficiency, assumed["between_latency"]),
+            per_node or assumed("per_node"),
+            Link(card.inside_gbytes * 1e9 * efficiency, assumed("inside_latency")),
+            Link(gbps * 1e9 / 8 * efficiency, assumed("between_latency")),
         )
 
     @classmethod
@@ -248,12 +254,7 @@ class Machines:
         Raises:
             ConfigError: the file cannot be read, or describes no machines.
         """
-        try:
-            table = tomllib.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ConfigError(f"The file {path} cannot be read ({error.strerror}); name one that can.") from error
-        except ValueError as error:
-            raise ConfigError(f"{path} is not valid TOML: {error}; correct it there.") from error
+        table = read_toml(path)
         try:
             return _machines(table)
         except (ConfigError, PlanError) as error:
@@ -309,7 +310,7 @@ class Machines:
         """Bytes/s of host memory, read and written, for each device: on CPUs it is the device's own memory."""
         if self.device.kind == "cpu":
             return self.device.memory_bandwidth
-        whole = self.host_bandwidth or 1e9 * _presets()["assumed"]["host_memory_gbytes"]
+        whole = self.host_bandwidth or 1e9 * assumed("host_memory_gbytes")
         return float(whole / min(self.count, self.per_node))
 
     @property
@@ -321,7 +322,7 @@ class Machines:
         """Time of a copy between a device and its host's memory, with another in the other direction."""
         if self.device.kind == "cpu":
             return 2 * nbytes / self.host_rate
-        return float(nbytes / (self.device.host_link or 1e9 * _presets()["assumed"]["host_gbytes"]))
+        return float(nbytes / (self.device.host_link or 1e9 * assumed("host_gbytes")))
 
     def update_seconds(self, nbytes: float) -> float:
         """Time of an update on the host over `nbytes` of states."""
@@ -329,7 +330,7 @@ class Machines:
 
     def disk_seconds(self, nbytes: float) -> float:
         """Time to read `nbytes` of states from the disk and to write them back."""
-        whole = self.disk_bandwidth or 1e9 * _presets()["assumed"]["disk_gbytes"]
+        whole = self.disk_bandwidth or 1e9 * assumed("disk_gbytes")
         return float(2 * nbytes * min(self.count, self.per_node) / whole)
 
     def __str__(self) -> str:
@@ -337,55 +338,34 @@ class Machines:
         return f"{self.count} x {self.device.name} ({format_bytes(self.device.memory_bytes)}){nodes}"
 
 
-def preset_names() -> list[str]:
-    """The names of the built-in devices."""
-    return list(_presets()["device"])
-
-
 def preset(name: str) -> Device:
-    """A built-in device; case and spaces in its name do not matter.
+    """A built-in card, or one of a file ([`card_of`][zeroshard.doctor.presets.card_of]), with attainable rates.
 
     Raises:
-        PlanError: no such preset.
+        PlanError, ConfigError: no such card, or a wrong file.
     """
-    entry, shared = _entry(name), _presets()
-    efficiency, assumed = shared["efficiency"], shared["assumed"]
+    return _attainable(card_of(name))
+
+
+def _attainable(card: Card) -> Device:
+    efficiency = card_table()["efficiency"]
     share = f"{efficiency['matrix']:.0%} of the matrix rate and {efficiency['memory']:.0%} of the memory's are assumed"
     return Device(
-        name=entry["name"],
+        name=card.name,
         kind="cuda",
-        memory_bytes=parse_bytes(entry["memory"]),
-        matrix_flops={dtype: 1e12 * t * efficiency["matrix"] for dtype, t in entry["peak_tflops"].items()},
-        memory_bandwidth=1e9 * entry["memory_gbytes"] * efficiency["memory"],
-        launch_seconds=assumed["launch_seconds"],
-        overhead_bytes=parse_bytes(assumed["overhead"]),
-        host_link=1e9 * entry["host_gbytes"] * efficiency["host"],
-        source=f"{entry['source']}; {share}.",
+        memory_bytes=card.memory,
+        matrix_flops={dtype: 1e12 * rate * efficiency["matrix"] for dtype, rate in card.peak_tflops.items()},
+        memory_bandwidth=1e9 * card.memory_gbytes * efficiency["memory"],
+        launch_seconds=assumed("launch_seconds"),
+        overhead_bytes=parse_bytes(assumed("overhead")),
+        host_link=1e9 * card.host_gbytes * efficiency["host"],
+        source=f"{card.source}; {share}.",
     )
-
-
-@cache
-def _presets() -> dict[str, Any]:
-    return tomllib.loads(files("zeroshard.doctor").joinpath("devices.toml").read_text(encoding="utf-8"))
-
-
-def _entry(name: str) -> dict[str, Any]:
-    devices = {_plain(known): {"name": known, **entry} for known, entry in _presets()["device"].items()}
-    if _plain(name) in devices:
-        return devices[_plain(name)]
-    near = [entry["name"] for plain, entry in devices.items() if _plain(name) and _plain(name) in plain]
-    near = near or [devices[found]["name"] for found in get_close_matches(_plain(name), devices, cutoff=0.5)]
-    meant = f"did you mean {' or '.join(near)}?" if near else f"the devices are {', '.join(preset_names())}."
-    raise PlanError(f"There is no device {name!r}; {meant} Others can be described in a file.")
-
-
-def _plain(name: str) -> str:
-    return "".join(name.split()).casefold()
 
 
 def _machines(table: Mapping[str, Any]) -> Machines:
     keys = ("device", "nodes", "per_node", "inside_gbps", "between_gbps", "host_memory", "host_memory_gbytes")
-    _refuse_unknown(table, keys, "a description of machines", EXAMPLE)
+    refuse_unknown(table, keys, "a description of machines", EXAMPLE)
     if "device" not in table:
         raise ConfigError(f"there is no device; write {EXAMPLE}.")
     described = table["device"]
@@ -397,12 +377,12 @@ def _machines(table: Mapping[str, Any]) -> Machines:
     elif isinstance(described, dict):
         device = _device(described)
     else:
-        raise ConfigError(f"device is {described!r}; it must be a name, such as {preset_names()[0]!r}, or a table.")
+        raise ConfigError(f"device is {described!r}; it must be a name, such as {card_names()[0]!r}, or a table.")
     for name, link, others in (("inside_gbps", inside, per_node > 1), ("between_gbps", between, nodes > 1)):
         if others and link is None:
             raise ConfigError(f"{name} is missing, and there are several to link; give it in gigabits per second.")
     memory = parse_bytes(table["host_memory"]) if "host_memory" in table else None
-    bandwidth = _number(table, "host_memory_gbytes")
+    bandwidth = read_number(table, "host_memory_gbytes")
     unused = Link(math.inf)
     host = None if bandwidth is None else 1e9 * bandwidth
     inside, between = inside or unused, between or unused
@@ -412,48 +392,31 @@ def _machines(table: Mapping[str, Any]) -> Machines:
 def _device(table: Mapping[str, Any]) -> Device:
     example = 'name = "mine", kind = "cuda", memory = "24GiB", tflops = { fp32 = 20, bf16 = 80 }, memory_gbytes = 800'
     keys = ("name", "kind", "memory", "overhead", "tflops", "memory_gbytes", "host_gbytes", "launch_us")
-    _refuse_unknown(table, keys, "a device", example)
+    refuse_unknown(table, keys, "a device", example)
     for key in ("memory", "tflops", "memory_gbytes"):
         if key not in table:
             raise ConfigError(f"the device has no {key}; write {example}.")
     if not isinstance(table["tflops"], dict):
         raise ConfigError(f"tflops is {table['tflops']!r}; it must be a table, such as {{ fp32 = 20, bf16 = 80 }}.")
-    host, launch = _number(table, "host_gbytes"), _number(table, "launch_us")
+    host, launch = read_number(table, "host_gbytes"), read_number(table, "launch_us")
     kind = table.get("kind", "cuda")
-    assumed = _presets()["assumed"]
     return Device(
         name=str(table.get("name", "own device")),
         kind=kind,
         memory_bytes=parse_bytes(table["memory"]),
-        matrix_flops={dtype: 1e12 * (_number(table["tflops"], dtype) or 0.0) for dtype in table["tflops"]},
-        memory_bandwidth=1e9 * (_number(table, "memory_gbytes") or 0.0),
-        launch_seconds=assumed["launch_seconds"] if launch is None else 1e-6 * launch,
-        overhead_bytes=parse_bytes(table.get("overhead", assumed["overhead"] if kind != "cpu" else 0)),
+        matrix_flops={dtype: 1e12 * (read_number(table["tflops"], dtype) or 0.0) for dtype in table["tflops"]},
+        memory_bandwidth=1e9 * (read_number(table, "memory_gbytes") or 0.0),
+        launch_seconds=assumed("launch_seconds") if launch is None else 1e-6 * launch,
+        overhead_bytes=parse_bytes(table.get("overhead", assumed("overhead") if kind != "cpu" else 0)),
         host_link=None if host is None else 1e9 * host,
         source="As the file says.",
     )
 
 
 def _link(table: Mapping[str, Any], key: str, needed: bool) -> Link | None:
-    gbps = _number(table, key)
-    latency = _presets()["assumed"][key.replace("gbps", "latency")]
+    gbps = read_number(table, key)
+    latency = assumed(key.replace("gbps", "latency"))
     return None if gbps is None or not needed else Link(gbps * 1e9 / 8, latency)
-
-
-def _refuse_unknown(table: Mapping[str, Any], keys: tuple[str, ...], what: str, example: str) -> None:
-    unknown = [key for key in table if key not in keys]
-    if unknown:
-        raise ConfigError(f"{unknown[0]} is no key of {what}; write {example}.")
-
-
-def _number(table: Mapping[str, Any], key: str) -> float | None:
-    """The number under a key, more than 0; None where there is none."""
-    number = table.get(key)
-    if number is None:
-        return None
-    if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < math.inf:
-        raise ConfigError(f"{key} is {number!r}; it must be a number of more than 0, and finite.")
-    return number
 
 
 def _whole(table: Mapping[str, Any], key: str) -> int:

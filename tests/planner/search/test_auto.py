@@ -105,7 +105,11 @@ def test_what_cannot_be_planned(given: dict[str, Any], error: type[Exception], m
     "name, gib, known",
     [
         ("NVIDIA A100-SXM4-80GB", 79.2, "A100-80"),
-        ("NVIDIA A100-PCIE-40GB", 39.4, "A100-40"),
+        ("NVIDIA A100-PCIE-40GB", 39.4, "A100-40-PCIe"),
+        ("NVIDIA A100 80GB PCIe", 79.1, "A100-80-PCIe"),
+        ("NVIDIA H100 PCIe", 79.1, "H100-PCIe"),
+        ("AMD Instinct MI300X OAM", 191.9, "MI300X"),
+        ("NVIDIA B300 SXM6 AC", 267.9, "B300"),
         ("Tesla V100-SXM2-16GB", 15.8, "V100-16"),
         ("Tesla V100-SXM2-32GB", 31.7, "V100-32"),
         ("NVIDIA H100 80GB HBM3", 79.1, "H100-80"),

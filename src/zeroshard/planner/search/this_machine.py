@@ -8,7 +8,8 @@ import torch
 
 from zeroshard.comm.mesh import local_ranks, user_cache
 from zeroshard.doctor.facts import memory_limit, processor
-from zeroshard.doctor.hardware import Device, Link, Machines, preset, preset_names
+from zeroshard.doctor.hardware import Device, Link, Machines, preset
+from zeroshard.doctor.presets import card_names, known_name, plain_name
 from zeroshard.doctor.profile import MachineProfile, default_path
 from zeroshard.errors import PlanError
 from zeroshard.platform import accelerator
@@ -65,9 +66,10 @@ def nearest_preset(name: str, memory: int) -> str | None:
     Args:
         name: as the driver gives it, such as "NVIDIA A100-SXM4-80GB".
     """
-    plain = "".join(name.split()).casefold()
-    models = {known: "".join(known.partition("-")[0].split()).casefold() for known in preset_names()}
-    alike = [known for known, model in models.items() if model in plain]
+    if (known := known_name(name)) is not None:
+        return known
+    models = {known: plain_name(known.partition("-")[0]) for known in card_names()}
+    alike = [known for known, model in models.items() if model in plain_name(name)]
     return min(alike, key=lambda known: abs(preset(known).memory_bytes - memory), default=None)
 
 
@@ -75,7 +77,7 @@ def _known(name: str, memory: int, ranks: int, per_node: int) -> Machines:
     known = nearest_preset(name, memory)
     if known is None:
         raise PlanError(
-            f"The GPU {name} is not known by name (known are {', '.join(preset_names())}), and its rates were not "
+            f"The GPU {name} is not known by name (known are {', '.join(card_names())}), and its rates were not "
             f"measured; run `zeroshard doctor`, or give machines."
         )
     machines = Machines.of(known, ranks, per_node)
