@@ -36,7 +36,8 @@ def measure(method: str, factor: float, arguments: argparse.Namespace) -> None:
 
     import zeroshard as zs
     from zeroshard.train.corpus import Batches, standard_library_corpus, validation_windows
-    from zeroshard.train.gpt import GPT, GPTConfig
+    from zeroshard.train.gpt import GPT
+    from zeroshard.train.sizes import GPTConfig
 
     torch.set_num_threads(1)
     torch.manual_seed(0)

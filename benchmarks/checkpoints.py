@@ -88,7 +88,8 @@ class Trial:
     def _model(self) -> Any:
         import torch
 
-        from zeroshard.train.gpt import GPT, GPTConfig
+        from zeroshard.train.gpt import GPT
+        from zeroshard.train.sizes import GPTConfig
 
         vocabulary, width, tokens, heads, layers = self.shape
         torch.manual_seed(0)

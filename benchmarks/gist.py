@@ -29,7 +29,8 @@ from torch import Tensor, nn
 import zeroshard as zs
 from zeroshard.memory.ledger import Category
 from zeroshard.train.corpus import standard_library_corpus
-from zeroshard.train.gpt import GPT, GPTConfig
+from zeroshard.train.gpt import GPT
+from zeroshard.train.sizes import GPTConfig
 
 CLASSES = 10
 LOSSLESS = ("binarize", "sparse", "inplace")

@@ -41,9 +41,10 @@ from zeroshard.moe.convert.replace import Upcycling, replace_ffn
 from zeroshard.moe.routing.statistics import Statistics
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.corpus import Batches, validation_windows
-from zeroshard.train.gpt import GPT, GPTConfig
+from zeroshard.train.gpt import GPT
 from zeroshard.train.optimizers import make_optimizer
 from zeroshard.train.run import Text, learning_rate, load_text
+from zeroshard.train.sizes import GPTConfig
 
 RESULTS = Path(__file__).parent / "results"
 SHAPE = GPTConfig(vocabulary=256, context=64, width=32, heads=2, layers=2)

@@ -40,7 +40,8 @@ from zeroshard.optim.algorithms.tensor_optimizer import Fused
 from zeroshard.optim.host import adafactor as host_adafactor
 from zeroshard.optim.host.adam import adam_update
 from zeroshard.optim.host.states import HostStates, Scalars
-from zeroshard.train.gpt import GPT, GPTConfig
+from zeroshard.train.gpt import GPT
+from zeroshard.train.sizes import GPTConfig
 
 WIDTH = 256
 BLOCK = [(3 * WIDTH, WIDTH), (WIDTH, WIDTH), (4 * WIDTH, WIDTH), (WIDTH, 4 * WIDTH), (WIDTH,), (WIDTH,)]

@@ -78,7 +78,8 @@ class Trial:
         self.base_rss = _resident()
         import torch
 
-        from zeroshard.train.gpt import GPT, GPTConfig
+        from zeroshard.train.gpt import GPT
+        from zeroshard.train.sizes import GPTConfig
 
         torch.set_num_threads(1)
         torch.manual_seed(0)

@@ -29,7 +29,8 @@ def measure(engine_name: str, schedule: str, arguments: argparse.Namespace) -> N
     from torch import nn
 
     from zeroshard.comm.mesh import init_mesh
-    from zeroshard.train.gpt import GPT, SIZES
+    from zeroshard.train.gpt import GPT
+    from zeroshard.train.sizes import SIZES
 
     torch.set_num_threads(1)
     mesh = init_mesh()

@@ -87,7 +87,8 @@ def task_of(shape: Sequence[int], rows: int, optimizer: str = "fused") -> Any:
     import torch
 
     from zeroshard.planner.predict.rehearse import TrainingTask
-    from zeroshard.train.gpt import GPT, GPTConfig
+    from zeroshard.train.gpt import GPT
+    from zeroshard.train.sizes import GPTConfig
 
     config = GPTConfig(*shape)
 

@@ -34,7 +34,8 @@ from torch.utils.checkpoint import (
 
 import zeroshard as zs
 from zeroshard.planner.predict.memory_tracker import Tracker
-from zeroshard.train.gpt import GPT, GPTConfig
+from zeroshard.train.gpt import GPT
+from zeroshard.train.sizes import GPTConfig
 
 KEPT = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
 

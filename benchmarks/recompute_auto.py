@@ -25,7 +25,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint_sequential
 
 import zeroshard as zs
-from zeroshard.train.gpt import GPT, GPTConfig
+from zeroshard.train.gpt import GPT
+from zeroshard.train.sizes import GPTConfig
 
 
 class BySegments(ByTorch):

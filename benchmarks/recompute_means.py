@@ -30,7 +30,8 @@ from zeroshard.recompute.auto.decision import PassChain, Rules
 from zeroshard.recompute.auto.meter import BlockMeasures, PassMeasures, alike
 from zeroshard.recompute.auto.stored import BySavers
 from zeroshard.recompute.auto.ways import KeptPart
-from zeroshard.train.gpt import GPT, GPTConfig
+from zeroshard.train.gpt import GPT
+from zeroshard.train.sizes import GPTConfig
 
 ROOM = "4GiB"
 STORING: dict[str, dict[str, Any]] = {

@@ -35,7 +35,8 @@ def steps_of(size: str, rows: int, count: int) -> dict[str, Any]:
     import torch
 
     import zeroshard as zs
-    from zeroshard.train.gpt import GPT, SIZES
+    from zeroshard.train.gpt import GPT
+    from zeroshard.train.sizes import SIZES
 
     config = SIZES[size]
     tokens = torch.randint(0, config.vocabulary, (rows, config.context + 1))

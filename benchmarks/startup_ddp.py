@@ -17,7 +17,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from zeroshard.train.corpus import Batches, standard_library_corpus
-from zeroshard.train.gpt import GPT, SIZES
+from zeroshard.train.gpt import GPT
+from zeroshard.train.sizes import SIZES
 
 
 def main() -> None:

@@ -58,7 +58,8 @@ class Run:
         """The model on the current device; ours on the meta device where zeroshard trains it."""
         vocabulary, width, heads, layers = self.shape
         if self.model == "gpt":
-            from zeroshard.train.gpt import GPT, GPTConfig
+            from zeroshard.train.gpt import GPT
+            from zeroshard.train.sizes import GPTConfig
 
             with torch.device("meta") if self.engine == "zeroshard" else contextlib.nullcontext():
                 return GPT(GPTConfig(vocabulary, TOKENS, width, heads, layers))

@@ -94,7 +94,8 @@ def make_model(name: str, layers: int | None) -> Any:
     import torch
     from torch.utils.checkpoint import checkpoint
 
-    from zeroshard.train.gpt import GPT, GPTConfig
+    from zeroshard.train.gpt import GPT
+    from zeroshard.train.sizes import GPTConfig
 
     width, heads, depth = SHAPES[name]
     with torch.device("meta"):

@@ -26,7 +26,8 @@ from zeroshard.zero.byte_formulas import state_bytes
 MINE = """
 import torch
 from torch import nn
-from zeroshard.train.gpt import GPT, SIZES
+from zeroshard.train.gpt import GPT
+from zeroshard.train.sizes import SIZES
 
 class Net(nn.Module):
     def __init__(self):

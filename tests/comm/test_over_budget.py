@@ -12,7 +12,7 @@ from torch import nn
 import zeroshard as zs
 from zeroshard.comm.mesh import mesh_of
 from zeroshard.errors import BudgetExceeded
-from zeroshard.train.gpt import GPTConfig
+from zeroshard.train.sizes import GPTConfig
 
 UNEVEN = GPTConfig(vocabulary=400, context=8, width=16, heads=2, layers=2)  # the embedding, on stage 0, is the most
 

@@ -24,7 +24,8 @@ from zeroshard.planner.predict.rehearse import TrainingTask
 from zeroshard.platform.transport import Network
 from zeroshard.recompute.policy import LOSSY
 from zeroshard.saved.codes.lossy import lossy_of
-from zeroshard.train.gpt import GPT, GPTConfig
+from zeroshard.train.gpt import GPT
+from zeroshard.train.sizes import GPTConfig
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 

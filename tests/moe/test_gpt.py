@@ -10,7 +10,8 @@ import zeroshard as zs
 from zeroshard.moe.routing.balance import Losses
 from zeroshard.moe.routing.gating import Gating
 from zeroshard.moe.routing.router import Router
-from zeroshard.train.gpt import GPT, GPTConfig
+from zeroshard.train.gpt import GPT
+from zeroshard.train.sizes import GPTConfig
 
 
 def train(mesh: zs.Mesh, plans: list[dict[str, Any]]) -> list[tuple[list[float], list[str]]]:

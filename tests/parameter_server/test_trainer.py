@@ -29,7 +29,8 @@ from zeroshard.comm.mesh import mesh_of
 from zeroshard.errors import CommError, NonFiniteError, PlanError
 from zeroshard.memory.ledger import Category
 from zeroshard.parameter_server import Staleness
-from zeroshard.train.gpt import GPT, GPTConfig
+from zeroshard.train.gpt import GPT
+from zeroshard.train.sizes import GPTConfig
 
 MORE_OPTIMIZERS = {
     **OPTIMIZERS,

@@ -11,7 +11,8 @@ from torch import Tensor
 
 import zeroshard as zs
 from zeroshard.train.corpus import Batches, standard_library_corpus
-from zeroshard.train.gpt import GPT, GPTConfig
+from zeroshard.train.gpt import GPT
+from zeroshard.train.sizes import GPTConfig
 
 
 def data(step: int, data_rank: int, data_ranks: int, rows: int) -> Tensor:

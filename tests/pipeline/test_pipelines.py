@@ -347,7 +347,8 @@ def test_gradients_that_are_not_finite(pool: Pool) -> None:
 
 def gpt(mesh: zs.Mesh, stages: int) -> Any:
     """The built-in model from meta: its initial weights, and the losses of two steps."""
-    from zeroshard.train.gpt import GPT, GPTConfig
+    from zeroshard.train.gpt import GPT
+    from zeroshard.train.sizes import GPTConfig
 
     with torch.device("meta"):
         model = GPT(GPTConfig(vocabulary=17, context=8, width=8, heads=2, layers=4))

@@ -13,7 +13,8 @@ from torch.profiler import ProfilerActivity, profile
 import zeroshard as zs
 from zeroshard.planner.predict.rehearse import TrainingTask
 from zeroshard.step import backward
-from zeroshard.train.gpt import GPT, GPTConfig
+from zeroshard.train.gpt import GPT
+from zeroshard.train.sizes import GPTConfig
 
 SHAPE = GPTConfig(vocabulary=256, context=64, width=64, heads=2, layers=4)
 OPTIMIZERS: dict[str, Any] = {

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import zeroshard as zs
-from zeroshard.train.gpt import GPT, GPTConfig
+from zeroshard.train.gpt import GPT
+from zeroshard.train.sizes import GPTConfig
 
 SGD = partial(torch.optim.SGD, lr=1e-3)
 DEPTHS = (4, 16, 36)

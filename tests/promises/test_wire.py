@@ -10,7 +10,8 @@ from pool import Pool
 from promises.stacks import Stack, numel_of_block, rows
 
 import zeroshard as zs
-from zeroshard.train.gpt import GPT, GPTConfig
+from zeroshard.train.gpt import GPT
+from zeroshard.train.sizes import GPTConfig
 
 SGD = partial(torch.optim.SGD, lr=1e-3)
 WIDTH, INNER, BLOCKS = 128, 512, 4

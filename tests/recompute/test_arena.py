@@ -15,7 +15,8 @@ import zeroshard as zs
 from zeroshard.memory.ledger import Category
 from zeroshard.planner.predict.memory_tracker import Tracker
 from zeroshard.recompute.arena import Lifetime, layout_of, lifetimes_of, most_alive
-from zeroshard.train.gpt import GPT, GPTConfig
+from zeroshard.train.gpt import GPT
+from zeroshard.train.sizes import GPTConfig
 
 ROWS, TOKENS, WIDTH, LAYERS = 4, 16, 32, 4
 INPUT = 4 * TOKENS * WIDTH  # bytes of a row's input of a block

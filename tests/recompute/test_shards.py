@@ -14,7 +14,8 @@ from zeroshard.comm.collectives import Comm
 from zeroshard.memory.ledger import Category
 from zeroshard.recompute.shards import CheckpointPartition
 from zeroshard.traffic import Purpose
-from zeroshard.train.gpt import GPT, GPTConfig
+from zeroshard.train.gpt import GPT
+from zeroshard.train.sizes import GPTConfig
 
 ROWS, TOKENS, WIDTH, LAYERS = 2, 15, 32, 4
 STEPS = 2

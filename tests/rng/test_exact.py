@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
 from zeroshard.errors import BatchError, ModelError, PlanError
-from zeroshard.train.gpt import GPT, Block, GPTConfig
+from zeroshard.train.gpt import GPT, Block
+from zeroshard.train.sizes import GPTConfig
 
 ADAM = partial(torch.optim.AdamW, lr=1e-2)
 CONFIG = GPTConfig(vocabulary=32, context=12, width=16, heads=2, layers=4, dropout=0.1)

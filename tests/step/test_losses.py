@@ -24,7 +24,8 @@ from zeroshard.step.losses import (
     means_alone,
     penalised,
 )
-from zeroshard.train.gpt import GPT, GPTConfig
+from zeroshard.train.gpt import GPT
+from zeroshard.train.sizes import GPTConfig
 
 SUM = torch.tensor(6.0)
 

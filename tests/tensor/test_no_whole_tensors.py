@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import zeroshard as zs
-from zeroshard.train.gpt import GPT, GPTConfig
+from zeroshard.train.gpt import GPT
+from zeroshard.train.sizes import GPTConfig
 
 VOCABULARY, WIDTH, LAYERS = 211, 32, 3
 CONFIG = GPTConfig(VOCABULARY, 64, WIDTH, 4, LAYERS)

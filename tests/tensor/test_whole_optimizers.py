@@ -18,7 +18,8 @@ from split_models import training
 from split_models.training import Run, Seen, arrays, build, make_engine, take_steps
 
 import zeroshard as zs
-from zeroshard.train.gpt import GPT, GPTConfig
+from zeroshard.train.gpt import GPT
+from zeroshard.train.sizes import GPTConfig
 
 pytest.importorskip("transformers")
 STEPS = 3

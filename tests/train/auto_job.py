@@ -6,9 +6,9 @@ import sys
 from zeroshard.comm.mesh import init_mesh
 from zeroshard.train import planning
 from zeroshard.train.config import TrainConfig
-from zeroshard.train.gpt import SIZES, GPTConfig
 from zeroshard.train.options import parse
 from zeroshard.train.run import run
+from zeroshard.train.sizes import SIZES, GPTConfig
 
 SIZES["mini"] = GPTConfig(vocabulary=256, context=16, width=16, heads=2, layers=1)
 config = parse(TrainConfig, sys.argv[1:], "zeroshard train")

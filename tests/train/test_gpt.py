@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zeroshard.errors import DataError, ModelError
-from zeroshard.train.gpt import GPT, SIZES, GPTConfig, generate, rotate
+from zeroshard.train.gpt import GPT, generate, rotate
+from zeroshard.train.sizes import SIZES, GPTConfig
 
 CONFIG = GPTConfig(vocabulary=50, context=16, width=24, heads=3, layers=2)
 

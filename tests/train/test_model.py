@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from zeroshard.errors import ModelError
-from zeroshard.train.gpt import GPT, SIZES
+from zeroshard.train.gpt import GPT
 from zeroshard.train.model import build_model
+from zeroshard.train.sizes import SIZES
 
 GPT2 = {"model_type": "gpt2", "vocab_size": 256, "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2}
 GPT2 |= {"bos_token_id": 0, "eos_token_id": 0, "dtype": "bfloat16"}

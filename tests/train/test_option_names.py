@@ -19,10 +19,11 @@ from zeroshard.plan import GROUPS, Plan
 from zeroshard.tensor.find.layers import find
 from zeroshard.tensor.policy import TensorParallel
 from zeroshard.train.config import TrainConfig
-from zeroshard.train.gpt import GPT, SIZES
+from zeroshard.train.gpt import GPT
 from zeroshard.train.option_names import in_options
 from zeroshard.train.options import parse
 from zeroshard.train.run import run as run_job
+from zeroshard.train.sizes import SIZES
 
 SAID = [
     ("zero=3 and precision='bf16', overlap_gather=True", "--zero 3 and --precision bf16, --overlap-gather"),

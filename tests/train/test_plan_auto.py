@@ -25,10 +25,10 @@ from zeroshard.traffic import UPDATE, Purpose
 from zeroshard.train import planning
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.forecast import Forecast, ForecastComparison, Measured
-from zeroshard.train.gpt import SIZES, GPTConfig
 from zeroshard.train.options import parse
 from zeroshard.train.planning import plan_ahead
 from zeroshard.train.run import run
+from zeroshard.train.sizes import SIZES, GPTConfig
 from zeroshard.train.toml_config import dump_toml, load_toml
 
 JOB = Path(__file__).parent / "auto_job.py"

@@ -16,7 +16,7 @@ import zeroshard as zs
 from zeroshard.cli.verify import build_gpt, gpt_batch
 from zeroshard.errors import BatchError, CommError, ModelError, PlanError
 from zeroshard.recompute.policy import LOSSY
-from zeroshard.train.gpt import GPTConfig
+from zeroshard.train.sizes import GPTConfig
 from zeroshard.verification.job import VerificationJob
 from zeroshard.verification.narrow import language_model, token_batch
 from zeroshard.verification.processes import run_ranks

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from zeroshard.errors import ConfigError, ModelError
 from zeroshard.plan import Plan
-from zeroshard.train.gpt import GPT, SIZES, GPTConfig
+from zeroshard.train.gpt import GPT
 from zeroshard.train.options import parse
+from zeroshard.train.sizes import SIZES, GPTConfig
 from zeroshard.train.task import imported
 from zeroshard.verification import Verification, verify
 from zeroshard.verification.job import default_ranks

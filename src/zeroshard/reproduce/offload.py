@@ -17,7 +17,7 @@ from zeroshard.planner.predict.rehearse import Rehearsed, TrainingTask, rehearse
 from zeroshard.reproduce.claim import Claim, Reading, Say
 from zeroshard.text import format_bytes
 from zeroshard.train.family import gpt_parameters, gpt_task
-from zeroshard.train.gpt import GPTConfig
+from zeroshard.train.sizes import GPTConfig
 
 PAPER = "ZeRO-Offload, Ren et al., 2101.06840"
 MIXED = Plan(zero=0, precision="fp16", transport="network")

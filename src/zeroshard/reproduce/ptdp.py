@@ -28,7 +28,7 @@ from zeroshard.schedule.simulate import Costs, simulate
 from zeroshard.tensor.policy import TensorParallel
 from zeroshard.traffic import Purpose
 from zeroshard.train.family import gpt_task
-from zeroshard.train.gpt import GPTConfig
+from zeroshard.train.sizes import GPTConfig
 
 PAPER = "PTD-P, Narayanan et al., 2104.04473v5"
 OF_A_MODEL, OF_A_GAIN = 0.15, 0.05  # relative tolerance of the published number

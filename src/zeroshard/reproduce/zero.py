@@ -16,7 +16,7 @@ from zeroshard.planner.predict.rehearse import TrainingTask, rehearse
 from zeroshard.planner.search.largest import Family, Largest, largest, state_bytes_of, states_along
 from zeroshard.reproduce.claim import Claim, Reading, Say
 from zeroshard.train.family import gpt_family, gpt_parameters, gpt_task
-from zeroshard.train.gpt import GPTConfig
+from zeroshard.train.sizes import GPTConfig
 
 PAPER = "ZeRO, Rajbhandari et al., 1910.02054v3"
 GB = 10**9

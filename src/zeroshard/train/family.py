@@ -9,7 +9,8 @@ from zeroshard.doctor.hardware import Machines
 from zeroshard.plan import Plan
 from zeroshard.planner.predict.rehearse import TrainingTask
 from zeroshard.planner.search.largest import Counts, Family, Largest, Rung, largest
-from zeroshard.train.gpt import GPT, SIZES, GPTConfig
+from zeroshard.train.gpt import GPT
+from zeroshard.train.sizes import SIZES, GPTConfig
 
 VOCABULARY, SEQUENCE = SIZES["gpt2"].vocabulary, SIZES["gpt2"].context
 SOURCE = (

@@ -1,56 +1,21 @@
-"""The built-in model: a plain GPT with rotary positions, and sizes from 1 million to 1.6 billion parameters.
+"""The built-in model: a plain GPT with rotary positions.
 
 Shapes: B batch, T time, W width, H heads, D = W / H, V vocabulary.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zeroshard.errors import DataError, ModelError
+from zeroshard.errors import DataError
 from zeroshard.losses import linear_cross_entropy
+from zeroshard.train.sizes import GPTConfig
 
 INITIAL_STD = 0.02
 ROTARY_BASE = 10_000.0
-
-
-@dataclass(frozen=True)
-class GPTConfig:
-    """Shape of a `GPT`."""
-
-    vocabulary: int
-    """Number of distinct tokens."""
-    context: int
-    """Longest sequence in tokens; rotary positions have no table, so it sizes no parameter."""
-    width: int
-    """Size of the residual stream."""
-    heads: int
-    """Attention heads; `width / heads` must be an even whole number."""
-    layers: int
-    """Number of blocks."""
-    dropout: float = 0.0
-    """Probability of zeroing an activation while training."""
-
-    def __post_init__(self) -> None:
-        """Raises `ModelError` for a width that the heads cannot share."""
-        if self.width % (2 * self.heads):
-            raise ModelError(
-                f"a width of {self.width} does not give {self.heads} heads an even size each; "
-                f"choose a multiple of {2 * self.heads}"
-            )
-
-
-SIZES: dict[str, GPTConfig] = {
-    "tiny": GPTConfig(vocabulary=256, context=256, width=128, heads=2, layers=5),
-    "small": GPTConfig(vocabulary=256, context=256, width=192, heads=3, layers=7),
-    "medium": GPTConfig(vocabulary=256, context=512, width=320, heads=5, layers=8),
-    "gpt2": GPTConfig(vocabulary=50257, context=1024, width=768, heads=12, layers=12),
-    "gpt2-xl": GPTConfig(vocabulary=50257, context=1024, width=1600, heads=25, layers=48),
-}
 
 
 class Linear(nn.Linear):

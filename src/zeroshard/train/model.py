@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from zeroshard.errors import ModelError
 from zeroshard.moe.policy import Mixture
-from zeroshard.train.gpt import GPT, SIZES
+from zeroshard.train.gpt import GPT
+from zeroshard.train.sizes import SIZES
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,8 @@ from zeroshard.moe.experts.experts import ExpertModules, Experts
 from zeroshard.moe.layer import MoE
 from zeroshard.moe.routing.gating import Gating
 from zeroshard.moe.routing.router import Router
-from zeroshard.train.gpt import GPT, GPTConfig
+from zeroshard.train.gpt import GPT
+from zeroshard.train.sizes import GPTConfig
 
 transformers = pytest.importorskip("transformers")
 OPTIMIZER = partial(torch.optim.AdamW, lr=1e-3, eps=1e-4)  # gradients of key biases are nothing but rounding

@@ -11,7 +11,8 @@ import zeroshard as zs
 from zeroshard.optim import Owners
 from zeroshard.optim.slices.owners import LEAST, rows_of
 from zeroshard.optim.trial.probe_optimizers import StateSizes
-from zeroshard.train.gpt import GPT, GPTConfig
+from zeroshard.train.gpt import GPT
+from zeroshard.train.sizes import GPTConfig
 
 
 class Own(zs.optim.Adafactor):

@@ -11,7 +11,8 @@ from selection import by_default
 from torch import Tensor, nn
 
 import zeroshard as zs
-from zeroshard.train.gpt import GPT, GPTConfig
+from zeroshard.train.gpt import GPT
+from zeroshard.train.sizes import GPTConfig
 
 
 class Own(torch.optim.Optimizer):

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import zeroshard as zs
 from zeroshard.errors import CheckpointError
-from zeroshard.train.gpt import GPT, GPTConfig
+from zeroshard.train.gpt import GPT
+from zeroshard.train.sizes import GPTConfig
 
 ROWS, LENGTH = 4, 6
 KINDS: dict[str, Callable[..., torch.optim.Optimizer]] = {

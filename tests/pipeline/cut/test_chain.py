@@ -26,7 +26,8 @@ from torch.nn import functional as F
 
 from zeroshard.errors import ModelError, PlanError
 from zeroshard.pipeline.cut.chain import Chain
-from zeroshard.train.gpt import GPT, GPTConfig
+from zeroshard.train.gpt import GPT
+from zeroshard.train.sizes import GPTConfig
 from zeroshard.units.forwards import insert
 
 SMALL = GPTConfig(vocabulary=19, context=12, width=8, heads=2, layers=3, dropout=0.1)

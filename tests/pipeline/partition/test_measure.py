@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from zeroshard.pipeline.cut.chain import Chain
 from zeroshard.pipeline.partition.measure import measure
 from zeroshard.pipeline.partition.profile import LayerCost
-from zeroshard.train.gpt import GPT, GPTConfig
+from zeroshard.train.gpt import GPT
+from zeroshard.train.sizes import GPTConfig
 
 CPU = torch.device("cpu")
 ROWS, SMALL = 5, GPTConfig(vocabulary=11, context=6, width=8, heads=2, layers=3)

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from zeroshard.pipeline.run import deferred
 from zeroshard.pipeline.run.deferred import Deferral
 from zeroshard.step.context import WeightGradients
-from zeroshard.train.gpt import GPT, GPTConfig
+from zeroshard.train.gpt import GPT
+from zeroshard.train.sizes import GPTConfig
 
 Loss = Callable[[], Tensor]
 

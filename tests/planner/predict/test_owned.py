@@ -20,7 +20,7 @@ from zeroshard.optim.slices import owners
 from zeroshard.planner.predict.predict import predict
 from zeroshard.planner.predict.rehearse import TrainingTask, rehearse
 from zeroshard.planner.predict.states import least_bytes, sizes_of
-from zeroshard.train.gpt import GPTConfig
+from zeroshard.train.sizes import GPTConfig
 
 SHAPE = GPTConfig(vocabulary=340, context=16, width=32, heads=2, layers=4)  # the embedding is 0.4 of the weights
 WORDY = replace(SHAPE, vocabulary=2000)  # more than the fullest of three ranks is to have

@@ -23,7 +23,7 @@ from zeroshard.planner.search.largest import (
     states_along,
 )
 from zeroshard.train.family import LADDER, default_plans, gpt_family, gpt_parameters, gpt_task, largest_table, people
-from zeroshard.train.gpt import GPTConfig
+from zeroshard.train.sizes import GPTConfig
 
 ROOMY = 10**9
 

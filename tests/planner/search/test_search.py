@@ -20,7 +20,7 @@ from zeroshard.planner.search import search as searching
 from zeroshard.planner.search.search import SearchProgress, search
 from zeroshard.planning.offers import Offer, Refused, Site
 from zeroshard.train.family import gpt_task
-from zeroshard.train.gpt import GPTConfig
+from zeroshard.train.sizes import GPTConfig
 from zeroshard.zero import choice as zero
 
 WIDTH = 64

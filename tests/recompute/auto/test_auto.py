@@ -20,7 +20,8 @@ import zeroshard as zs
 from zeroshard.errors import BudgetExceeded, PlanError
 from zeroshard.recompute.auto import decision as chain_decision
 from zeroshard.recompute.auto.meter import BlockMeasures
-from zeroshard.train.gpt import GPT, GPTConfig
+from zeroshard.train.gpt import GPT
+from zeroshard.train.sizes import GPTConfig
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 

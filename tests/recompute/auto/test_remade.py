@@ -23,7 +23,8 @@ from zeroshard.recompute.auto import remade
 from zeroshard.recompute.auto.meter import BlockMeasures
 from zeroshard.recompute.auto.remade import Recipe, costs_of, next_number
 from zeroshard.saved.kept import Kept
-from zeroshard.train.gpt import GPT, GPTConfig
+from zeroshard.train.gpt import GPT
+from zeroshard.train.sizes import GPTConfig
 
 FORWARDS = (1, 1, 1)
 

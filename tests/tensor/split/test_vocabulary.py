@@ -16,7 +16,8 @@ from zeroshard.errors import ModelError
 from zeroshard.losses import OutputLayer, linear_cross_entropy
 from zeroshard.losses.causal_models import set_loss_chunk
 from zeroshard.tensor.split.logits import ShardedLogits
-from zeroshard.train.gpt import GPT, GPTConfig
+from zeroshard.train.gpt import GPT
+from zeroshard.train.sizes import GPTConfig
 
 WIDTH = 12
 
