@@ -127,7 +127,7 @@ def test_models_of_transformers_within_a_percent(case: tuple[str, bool]) -> None
     plan = zs.Plan(zero=0)
     job = TrainingTask(partial(causal_model, kind, recomputes), words, make, 8, 48)
     predicted = predict(job, plan, ALONE, 8)
-    assert predicted.mode == "shallow-real"
+    assert predicted.mode == "fake"
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
         engine = zs.Engine(job.build(), make, plan, mesh=zs.Mesh())
         batch = words(8)
@@ -144,7 +144,7 @@ def test_mixtures_are_cut_and_rehearsed_without_values(kind: str) -> None:
     without = rehearse(job, zs.Plan(zero=0), 0, 1, 2)
     with_values = rehearse(replace(job, values=True), zs.Plan(zero=0), 0, 1, 2)
     assert without.states == with_values.states
-    assert without.peak_bytes == pytest.approx(with_values.peak_bytes, rel=0.06)  # as the note on such predictions says
+    assert without.peak_bytes == pytest.approx(with_values.peak_bytes, rel=0.005)
 
 
 def blocks_run(plan: dict[str, Any], layers: int, monkeypatch: pytest.MonkeyPatch) -> int:

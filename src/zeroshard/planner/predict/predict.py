@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -12,10 +11,10 @@ from zeroshard.engine.techniques import data_ranks_of
 from zeroshard.plan import Plan
 from zeroshard.planner.choices import choices_of
 from zeroshard.planner.predict.needs import Needs, Times
-from zeroshard.planner.predict.rehearse import TrainingTask, with_values
+from zeroshard.planner.predict.rehearse import TrainingTask
 from zeroshard.planner.predict.result import Prediction
 from zeroshard.planner.predict.shallow import Stack
-from zeroshard.planner.predict.single_stage import Unstaged, on_machines
+from zeroshard.planner.predict.single_stage import Unstaged
 from zeroshard.planner.predict.stages import Staged
 
 
@@ -30,10 +29,7 @@ def predict(task: TrainingTask, plan: Plan, machines: Machines, rows: int, deep:
         ZeroshardError: the engine refuses the plan.
     """
     stacks = None if deep else task.facts.stacks
-    task, note = with_values(task, on_machines(plan, machines), machines, rows)
-    needs = way_of(plan).needs(task, plan, machines, rows, stacks)
-    found = put_together(needs, task, plan, machines, rows)
-    return replace(found, notes=(*found.notes, *note))
+    return put_together(way_of(plan).needs(task, plan, machines, rows, stacks), task, plan, machines, rows)
 
 
 def put_together(

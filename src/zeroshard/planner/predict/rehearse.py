@@ -65,7 +65,7 @@ class TrainingTask:
         whole_model: whether `optimizer` takes the model itself.
         loss: function of (output, batch), as `Engine` takes it.
         host_optimizer: replaces `optimizer` where the plan offloads its states; the same by default.
-        values: whether the model must be run on tensors with values: without, transformers builds other masks.
+        values: whether the model must be run on tensors with values, which takes as much memory as a run.
     """
 
     build: Callable[[], nn.Module]
@@ -452,21 +452,8 @@ def _thin(events: Sequence[Event]) -> list[Event]:
     return [max(stretch, key=lambda event: sum(event.nbytes.values())) for stretch in stretches]
 
 
-BIASED = "Memory may be up to 6 % too high: rehearsed without values for lack of memory here, with other masks."
 STATES_EACH = 16  # bytes per parameter in fp32, AdamW
 ROOM = 0.7  # of this machine's free memory
-
-
-def with_values(task: TrainingTask, plan: Plan, machines: Machines, rows: int) -> tuple[TrainingTask, tuple[str, ...]]:
-    """The task on tensors with values, where the model needs them and this machine can hold them."""
-    if not task.values and not task.facts.needs_values:
-        return task, ()
-    task = replace(task, values=True)
-    try:
-        refuse_too_large(task, plan, machines, rows)
-    except PlanError:
-        return replace(task, values=False), (BIASED,)
-    return task, ()
 
 
 def refuse_too_large(task: TrainingTask, plan: Plan, machines: Machines, rows: int) -> None:

@@ -39,24 +39,17 @@ class ModelFacts:
 
     Attributes:
         stacks: see `stacks_of`.
-        needs_values: see the function of this name.
         parameters: number of all elements.
     """
 
     stacks: tuple[Stack, ...]
-    needs_values: bool
     parameters: int
 
 
 def facts_of_model(model: nn.Module) -> ModelFacts:
     """The facts of a model."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    return ModelFacts(tuple(stacks_of(model)), needs_values(model), parameters)
-
-
-def needs_values(model: nn.Module) -> bool:
-    """Whether a model runs differently on tensors without values, as transformers' models do for their masks."""
-    return any(kind.__module__.partition(".")[0] == "transformers" for kind in type(model).__mro__)
+    return ModelFacts(tuple(stacks_of(model)), parameters)
 
 
 def cut(model: nn.Module, depths: Mapping[str, int]) -> nn.Module:

@@ -3,6 +3,7 @@
 Fake tensors have shapes, strides, dtypes and a device, and no values; operations on them give those of the result.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -72,8 +73,26 @@ STAND_INS: dict[Packet, Callable[..., Any]] = {GROUPED: _grouped_product, SET_ST
 def fakes() -> Iterator[FakeTensorMode]:
     """Inside, new tensors have no values, and operations compute none; tensors from outside are taken as fake ones."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with mode:
+    with mode, _masks_as_in_a_run():
         yield mode
+
+
+@contextmanager
+def _masks_as_in_a_run() -> Iterator[None]:
+    """Make transformers look at positions, as on tensors with values; else it makes a mask that runs do not have.
+
+    `ANSWERS` then says that every row is one sequence.
+    """
+    masking = sys.modules.get("transformers.masking_utils")
+    if masking is None or not hasattr(masking, "is_tracing"):
+        yield
+        return
+    original = masking.is_tracing
+    masking.is_tracing = lambda *_: False  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        masking.is_tracing = original  # type: ignore[attr-defined]
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
