@@ -438,6 +438,7 @@ TECHNIQUES = (  # words of techniques, and of the attributes that hold their obj
 RECORDS = {  # options of a command or a file, and what is written down: as many fields as there are facts
     *("plan.Plan", "cli.plan.PlanOptions", "cli.simulate.SimulateOptions", "train.config.TrainConfig"),
     *("doctor.facts.Facts", "doctor.profile.MachineProfile", "planner.predict.result.Prediction"),
+    "planner.predict.rehearse.Rehearsed",
 }
 LARGE = {  # classes above the limits
     "engine.engine.Engine": "what users call",

@@ -151,7 +151,10 @@ def test_ranks_that_cannot_be_are_refused() -> None:
     with pytest.raises(PlanError, match="3 ranks on this machine, which has 2 GPUs"):
         gpu.machines(3)
     device = gpu.machines(2).device
-    assert (device.memory_bytes, device.capacity_bytes, device.host_link) == (2**34, 2**34 - 2**30, 2.0)
+    communicators = 2 * device.communicator_bytes  # of gathers and of reductions, which the measured overhead lacks
+    room = 2**34 - 2**30 - communicators
+    assert (device.memory_bytes, device.capacity_bytes, device.host_link) == (2**34, room, 2.0)
+    assert (device.beside(0), device.beside(2), device.beside(4)) == (room, room, room - communicators)
     assert device.matrix_flops["fp32"] == 100.0  # GPUs do not take each other's time
     silent = dataclasses.replace(MADE, collectives={}, problems={"network": "gloo is silent"})
     assert silent.machines(1).count == 1

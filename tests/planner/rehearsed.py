@@ -49,7 +49,7 @@ def punctual() -> AbstractContextManager[object]:
 
 
 def run(mesh: zs.Mesh, plan: dict[str, Any], optimizer: str, rows: int, steps: int = 3) -> dict[str, Any]:
-    """Train for real; the ledger's bytes, what went over the wire, and the peak of all that torch allocated."""
+    """Train for real; the ledger's bytes, the traffic, the peak of torch's allocations, and the communicators."""
     wanted = zs.Plan.from_dict(plan)
     torch.manual_seed(0)  # parts and stages of one model need one batch
     with punctual(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
@@ -60,8 +60,9 @@ def run(mesh: zs.Mesh, plan: dict[str, Any], optimizer: str, rows: int, steps: i
         for _ in range(steps):
             engine.train_step(batch)
         states, wire = engine.ledger.snapshot(), wire_of(engine)
+        communicators = engine.communicators
         engine.flush()
-    return {"states": states, "wire": wire, "peak": peak_of(watched)}
+    return {"states": states, "wire": wire, "peak": peak_of(watched), "communicators": communicators}
 
 
 def wire_of(engine: zs.Engine) -> dict[str, tuple[int, int, int]]:

@@ -69,6 +69,7 @@ class Comm:
         self._started: dict[str, int] = defaultdict(int)
         self._watch: HangDetector | None = None
         self._labels: dict[str, deque[tuple[int, str]]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
+        self._parts: list[Comm] = []
 
     def __deepcopy__(self, memo: Any) -> Any:
         """Refuse a copy: a communicator belongs to one engine.
@@ -85,7 +86,20 @@ class Comm:
         """The collectives of this rank's part, counted with these; all ranks call it with equal parts."""
         comm = Comm(part_of(self.mesh, parts, name))
         comm.counts = self.counts
+        self._parts.append(comm)
         return comm
+
+    @property
+    def communicators(self) -> set[tuple[int, str]]:
+        """The communicators of a backend such as NCCL that this rank's operations so far need, those of parts too.
+
+        NCCL has one for a process group's collectives, and one for each pair of ranks that exchange messages in it.
+        """
+        found = {each for part in self._parts for each in part.communicators}
+        if self.mesh.ranks == 1:
+            return found
+        names = map(_communicator, self._started.keys() - {"control"})
+        return found | {(id(self.mesh.lease or self.mesh), name) for name in names}
 
     def reset(self) -> None:
         """Restart counting from zero."""
@@ -460,6 +474,13 @@ def _in(rank: int, group: str) -> bool:
     """Whether a rank takes part in a group or in a channel."""
     ends = group.removesuffix(" backward").split(">")
     return len(ends) == 1 or str(rank) in ends
+
+
+def _communicator(group: str) -> str:
+    """The communicator's name for a group, or for a channel: one of both directions."""
+    source, message, rest = group.partition(">")
+    destination, _, backward = rest.partition(" ")
+    return ":".join([*sorted([source, destination]), backward]) if message else group
 
 
 def _tag(label: str, session: int) -> int:

@@ -35,6 +35,7 @@ Operation = Literal["gather", "exchange", "send"]
 UPDATE_TRAFFIC = 28 / 12  # bytes that a host Adam moves per byte of states: 12 read, 12 written, gradient and weight
 OPERATIONS: tuple[Operation, ...] = ("gather", "exchange", "send")
 ROUNDS = {"cpu": 1, "cuda": 512, "xpu": 512}  # bytes to which allocations are rounded up; 512 by torch's allocators
+COMMUNICATORS = 2  # of NCCL, whose buffers count as overhead: those of gathers and of reductions
 EXAMPLE = 'device = "A100-80", nodes = 4, per_node = 8, inside_gbps = 1800, between_gbps = 400, host_memory = "1024GiB"'
 
 
@@ -83,7 +84,8 @@ class Device:
         matrix_flops: matrix products' FLOP/s by dtype ("fp32", "bf16", "fp16"); a dtype left out runs as fp32.
         memory_bandwidth: bytes/s, read and written together.
         launch_seconds: time of the smallest operation.
-        overhead_bytes: bytes of `memory_bytes` taken by context and libraries.
+        overhead_bytes: bytes of `memory_bytes` taken by context and libraries, with `COMMUNICATORS` of NCCL.
+        communicator_bytes: bytes that each further communicator takes.
         host_link: bytes/s from and to host memory, each way; None where the device is the host.
         source: of the numbers, in one sentence.
 
@@ -100,6 +102,7 @@ class Device:
     overhead_bytes: int = 0
     host_link: float | None = None
     source: str = ""
+    communicator_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.kind not in ROUNDS:
@@ -123,6 +126,10 @@ class Device:
     def capacity_bytes(self) -> int:
         """Bytes that tensors can use."""
         return self.memory_bytes - self.overhead_bytes
+
+    def beside(self, communicators: int) -> int:
+        """Bytes that tensors can use beside so many communicators of NCCL."""
+        return max(0, self.capacity_bytes - max(0, communicators - COMMUNICATORS) * self.communicator_bytes)
 
     @property
     def rounds(self) -> int:
@@ -360,7 +367,13 @@ def _attainable(card: Card) -> Device:
         overhead_bytes=parse_bytes(assumed("overhead")),
         host_link=1e9 * card.host_gbytes * efficiency["host"],
         source=f"{card.source}; {share}.",
+        communicator_bytes=communicator_bytes("cuda"),
     )
+
+
+def communicator_bytes(kind: str) -> int:
+    """Bytes that a communicator of NCCL is assumed to take of a device of a kind."""
+    return parse_bytes(assumed("communicator") if kind != "cpu" else 0)
 
 
 def _machines(table: Mapping[str, Any]) -> Machines:
@@ -410,6 +423,7 @@ def _device(table: Mapping[str, Any]) -> Device:
         overhead_bytes=parse_bytes(table.get("overhead", assumed("overhead") if kind != "cpu" else 0)),
         host_link=None if host is None else 1e9 * host,
         source="As the file says.",
+        communicator_bytes=communicator_bytes(kind),
     )
 
 

@@ -9,7 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from zeroshard.doctor.hardware import OPERATIONS, Device, HardwareTable, Link, Machines
+from zeroshard.doctor.hardware import (
+    COMMUNICATORS,
+    OPERATIONS,
+    Device,
+    HardwareTable,
+    Link,
+    Machines,
+    communicator_bytes,
+)
 from zeroshard.errors import DataError, PlanError
 
 VERSION = 1
@@ -158,7 +166,8 @@ class MachineProfile:
         return Machines(device, count, count, link, link, self.host_memory, local, disk_bandwidth=disk)
 
     def _device(self, count: int, memory: int) -> Device:
-        matrix, copies = 1.0, 1.0
+        matrix, copies, communicator = 1.0, 1.0, communicator_bytes(self.kind)
+        libraries = self.device_overhead + (count > 1) * COMMUNICATORS * communicator
         if self.kind == "cpu" and count > 1:
             if self.beside is not None:
                 matrix = min(1.0, self.beside.matrix / self.matrix_flops["fp32"])
@@ -171,7 +180,8 @@ class MachineProfile:
             matrix_flops={dtype: rate * matrix for dtype, rate in self.matrix_flops.items()},
             memory_bandwidth=self.memory_bandwidth * copies,
             launch_seconds=self.op_seconds,
-            overhead_bytes=min(self.device_overhead, memory - 1),
+            overhead_bytes=min(libraries, memory - 1),
+            communicator_bytes=communicator,
             host_link=None if self.host_up is None or self.host_down is None else min(self.host_up, self.host_down),
             source=f"Measured by zeroshard doctor on {self.date[:10]}, torch {self.torch}, {self.threads} threads.",
         )

@@ -681,6 +681,11 @@ class Engine:
         """Traffic of the current step over the wire, by purpose."""
         return merged(comm.counts for comm in self._axes.all)
 
+    @property
+    def communicators(self) -> int:
+        """Number of communicators that this rank's collectives and messages have needed so far: on GPUs, NCCL's."""
+        return len({each for comm in self._axes.all for each in comm.communicators})
+
     def _take_over(self) -> None:
         """Continue with the loaded weights."""
         self.world.agree(b"", "loaded")

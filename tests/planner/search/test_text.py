@@ -66,6 +66,12 @@ def test_a_prediction_that_does_not_fit_says_so() -> None:
     assert "5% free" in describe(prediction(capacity_bytes=int(15.8 * GIB)))[1]
 
 
+def test_a_prediction_for_gpus_has_the_number_of_communicators() -> None:
+    many = describe(prediction(communicators=4, communicator_bytes=GIB))
+    assert "NCCL: 4 communicators on this rank, about 1.00 GiB of the device beside tensors, by assumption." in many
+    assert not any("NCCL" in sentence for sentence in describe(prediction()))
+
+
 def test_what_is_not_there_is_not_mentioned() -> None:
     text = " ".join(describe(piped(wire_bytes={})))
     assert "Wire" not in text and "Host" not in text and "optimizer 0%" not in text

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.comm.collectives import Comm
-from zeroshard.comm.mesh import part_of
 from zeroshard.errors import ModelError, RoutingWarning
 from zeroshard.moe.exchange.exchange import BUFFERS
 from zeroshard.moe.routing.record import Routing
@@ -217,8 +216,7 @@ class MixtureSteps:
         routers = [router for router in every if getattr(router, "sums_counts", False)]
         if comm.mesh.ranks > 1 and routers:
             everyone = [list(range(comm.mesh.ranks))]  # their sums come between gathers of weights
-            own = Comm(part_of(comm.mesh, everyone, "loads of experts"))
-            own.counts = comm.counts
+            own = comm.part(everyone, "loads of experts")
             for router in routers:
                 router.summed = _Sum(own, ranks_per_batch)
 

@@ -45,6 +45,8 @@ def put_together(
     fullest = max(needs, key=lambda one: sum(one.memory.values()))
     split = plan.pipeline.split or fullest.last.split
     per_node = min(machines.per_node, ranks)
+    device = machines.device
+    communicators = 0 if device.kind == "cpu" else fullest.last.communicators
     notes += [note for choice in choices for note in choice.notes(_host_rate(machines))]
     return Prediction(
         plan=plan.with_settings({"pipeline_parallel.split": split}) if split else plan,
@@ -54,7 +56,7 @@ def put_together(
         mode="shallow-real" if timed or task.values else "fake",
         time_mode="shallow-real" if timed else "roofline",
         memory=fullest.memory,
-        capacity_bytes=machines.device.capacity_bytes,
+        capacity_bytes=device.beside(communicators),
         host=fullest.host,
         disk_bytes=fullest.disk_nbytes,
         host_bytes=fullest.on_host * per_node,
@@ -66,6 +68,8 @@ def put_together(
         spans=times.spans,
         notes=tuple(notes),
         owners=fullest.last.owners,
+        communicators=communicators,
+        communicator_bytes=communicators * device.communicator_bytes,
     )
 
 

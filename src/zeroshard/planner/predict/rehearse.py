@@ -129,6 +129,7 @@ class Rehearsed:
         owners: what owners of whole parameters do and cost, in sentences; empty where slices are even.
         waits: seconds for which forwards and backwards among the spans waited for transfers; and those of one
             microbatch, as `schedule.simulate.medians` has its actions.
+        communicators: of NCCL, if the ranks have GPUs.
     """
 
     rank: int
@@ -147,6 +148,7 @@ class Rehearsed:
     disk_nbytes: int = 0
     waits: tuple[float, float] = (0.0, 0.0)
     owners: str = ""
+    communicators: int = 0
 
     @property
     def memory(self) -> Mapping[str, int]:
@@ -272,6 +274,7 @@ class _Run:
             engine.ledger.total("disk"),
             _waits_inside(clock.waits, trace.actions),
             engine.owners,
+            engine.communicators,
         )
 
     def timed(self, tracked: Rehearsed) -> Rehearsed:

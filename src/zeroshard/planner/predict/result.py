@@ -31,6 +31,8 @@ class Prediction:
             estimate.
         memory: bytes by category at the peak; their sum is `peak_bytes`.
         capacity_bytes: bytes of the device for tensors.
+        communicators: NCCL communicators of the rank, which have buffers of `communicator_bytes` together, by an
+            assumption for each, outside of the capacity.
         margin: share of the capacity that stays free.
         host: bytes by category that this rank keeps in host memory.
         disk_bytes: bytes that it keeps on a disk.
@@ -66,6 +68,8 @@ class Prediction:
     spans: tuple[tuple[Span, ...], ...] = ()
     notes: tuple[str, ...] = field(default=())
     owners: str = ""
+    communicators: int = 0
+    communicator_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:
@@ -120,6 +124,8 @@ class Prediction:
             "peak_bytes": self.peak_bytes,
             "capacity_bytes": self.capacity_bytes,
             "margin": self.margin,
+            "communicators": self.communicators,
+            "communicator_bytes": self.communicator_bytes,
             "memory": dict(self.memory),
             "host": dict(self.host),
             "disk_bytes": self.disk_bytes,

@@ -58,6 +58,9 @@ def describe(prediction: Prediction) -> list[str]:
     sent = {purpose: nbytes for purpose, nbytes in p.wire_bytes.items() if nbytes}
     if sent:
         sentences.append(f"Wire: {format_bytes(sum(sent.values()))} per step on this rank: {_parts(sent.items())}.")
+    if p.communicators:
+        taken = f"about {format_bytes(p.communicator_bytes)} of the device beside tensors, by assumption"
+        sentences.append(f"NCCL: {p.communicators} communicator{'s' * (p.communicators > 1)} on this rank, {taken}.")
     kept = _parts(p.host.items())
     on_node = f"on one node, of each rank: {kept}" if kept else "on one node"
     for tier, nbytes, whose in (("Host", p.host_bytes, on_node), ("Disk", p.disk_bytes, "of each rank")):
