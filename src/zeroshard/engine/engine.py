@@ -157,9 +157,8 @@ class Engine:
         if isinstance(stage, Stage):
             scope = scope_of(stage, axes.alike, losses)
             self._sequence = self._sequence_over(scope)
-            self._order = PipelineOrder(
-                stage, parts, self._sequence, scope, inputs, plan.recomputes, self.model, self._run
-            )
+            assert inputs is not None
+            self._order = PipelineOrder(stage, parts, self._sequence, scope, inputs, self.model, self._run)
         else:
             self._sequence = self._sequence_over(AllRanks(axes, losses))
             lists = PipelineSchedule("naive", Layout((1,)), plan.microbatches, reduce_each=plan.reduces_each_microbatch)

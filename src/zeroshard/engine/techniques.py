@@ -9,7 +9,7 @@ from torch import nn
 from zeroshard.comm.collectives import Comm
 from zeroshard.engine.forward import Forward
 from zeroshard.moe.routing.statistics import MixtureSteps
-from zeroshard.parts.part import ChunkInputs, Parts
+from zeroshard.parts.part import Parts
 from zeroshard.parts.place import Axis
 from zeroshard.parts.technique import StepEnd, Technique, ranks_together
 from zeroshard.pipeline.policy import Cut
@@ -18,8 +18,9 @@ from zeroshard.pipeline.whole import WholeModel
 from zeroshard.plan import Plan
 from zeroshard.precision.loss_scaling import LossScaler
 from zeroshard.recompute.arena import CheckpointArena
+from zeroshard.recompute.chunks import ChunkInputs
 from zeroshard.recompute.context import RecomputeContext
-from zeroshard.recompute.kinds import RecomputeInputs, keeper_of, recomputation_of
+from zeroshard.recompute.kinds import RecomputeInputs, recomputation_of
 from zeroshard.recompute.recomputation import Recomputation
 from zeroshard.recompute.shards import CheckpointPartition
 from zeroshard.step.decision import Decision, StepRules
@@ -88,11 +89,11 @@ class RecomputedParts(NamedTuple):
 
     Attributes:
         blocks: recomputes them; None where blocks keep their saved tensors.
-        chunk_inputs: of a pipeline.
+        chunk_inputs: of a pipeline, whose chunks may be computed again from them; None without stages.
     """
 
     blocks: Recomputation | None
-    chunk_inputs: ChunkInputs
+    chunk_inputs: ChunkInputs | None
 
 
 def recomputing_of(
@@ -109,8 +110,8 @@ def recomputing_of(
         axes: of techniques, by name.
     """
     policy, of_blocks = plan.saving, plan.saving.of_blocks(plan.pipeline.stages)
-    if not policy.keeps_inputs(plan.pipeline.stages, plan.offloading.activations):
-        return RecomputedParts(None, ChunkInputs())
+    if not (plan.pipelined or of_blocks):
+        return RecomputedParts(None, None)
     arena = CheckpointArena(stage.mesh.device, forward.hold) if policy.arena else None
     context = RecomputeContext(
         device=stage.mesh.device,
@@ -124,8 +125,10 @@ def recomputing_of(
         arena=arena,
         saver=forward.saver,
     )
-    keep = keeper_of(context, forward.hooks, plan.offloading.activations)
-    chunk_inputs = ChunkInputs(arena if keep is None else None, keep)
+    chunk_inputs = None
+    if plan.pipelined:
+        hooks = forward.hooks if policy.partition or plan.offloading.activations else None
+        chunk_inputs = ChunkInputs(context, list(model.modules()), hooks, plan.recomputes)
     if not of_blocks and not policy.arena:
         return RecomputedParts(None, chunk_inputs)
     inputs = RecomputeInputs(

@@ -1,9 +1,9 @@
 """A part: one flat buffer with its weights, gradients and updater; and all parts of a model with their services."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -372,19 +372,6 @@ class Scratch(Protocol):
 
     def give(self, tensor: torch.Tensor) -> None:
         """Return a tensor from `take`."""
-
-
-class ChunkInputs(NamedTuple):
-    """Storage of the activations that enter a pipeline's chunks in training.
-
-    Attributes:
-        scratch: for them; None where they lie among the messages.
-        keep: stores one elsewhere until its backward, and returns a function that restores it; None where it stays
-            where it arrived.
-    """
-
-    scratch: Scratch | None = None
-    keep: Callable[[torch.Tensor], Callable[[], torch.Tensor]] | None = None
 
 
 @dataclass(slots=True)

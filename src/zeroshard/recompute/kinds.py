@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import nn
 
 from zeroshard.comm.mesh import Mesh
 from zeroshard.parts.part import Parts
@@ -17,7 +17,6 @@ from zeroshard.recompute.context import RecomputeContext
 from zeroshard.recompute.operations import operations_of
 from zeroshard.recompute.policy import LOSSY, Activations
 from zeroshard.recompute.recomputation import LENGTHS, Recomputation, no_operations
-from zeroshard.recompute.segments import Hooks, keep_input
 
 
 @dataclass(frozen=True)
@@ -58,27 +57,6 @@ def recomputation_of(
     lengths, last = LENGTHS[policy.recompute], inputs.staged or policy.recompute != "sqrt"
     sums = policy.save_sums and not policy.partition  # which are as large as the inputs
     return Recomputation(model, blocks, lengths, context, operations, sums, last)
-
-
-def keeper_of(
-    context: RecomputeContext, hooks: Hooks, offloads: bool
-) -> Callable[[Tensor], Callable[[], Tensor]] | None:
-    """Keeps inputs of a pipeline's chunks outside of the buffers of messages; None if they stay there.
-
-    Args:
-        hooks: of saved tensors.
-        offloads: whether activations go to the host.
-    """
-    if context.partition is None and not offloads:
-        return None
-    partition = context.partition
-
-    def keep(hidden: Tensor) -> Callable[[], Tensor]:
-        divided = partition is not None and partition.takes(hidden)
-        apart = hidden if divided else hidden.detach().clone()  # its buffer is free for the next message
-        return keep_input(apart, hooks, context).tensor
-
-    return keep
 
 
 def _auto_of(

@@ -151,10 +151,6 @@ class Activations:
         """Whether backwards compute whole blocks, or segments of them, again from their inputs."""
         return self.recompute in ("blocks", "sqrt") and self.of_blocks(stages)
 
-    def keeps_inputs(self, stages: int, offloads: bool) -> bool:
-        """Whether inputs of blocks or of a pipeline's chunks are kept in another place than where they came to be."""
-        return self.of_blocks(stages) or self.arena or self.partition or (stages > 1 and offloads)
-
     def of_chunks(self, stages: int, schedule: str) -> bool:
         """Whether backwards compute the whole forward of their chunk of a pipeline again."""
         return stages > 1 and (self.recompute == "blocks" or (self.recompute == "schedule" and schedule == "gpipe"))

@@ -9,14 +9,12 @@ as a saved tensor is; there is nothing to clean up after a backward, nor where t
 [Note: links] A tensor among the arguments of a block that an earlier block of the segment returned, and that nothing
 has written since, is not kept: the recomputation takes it from there. All other tensors are kept, whatever the model
 does between its blocks.
-
-[Note: kept tensors] What is not computed again goes to the hooks of saved tensors around the block, if there are any:
-they count it, bring its unit, or send it to the host.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 from weakref import ReferenceType, finalize, ref
 
@@ -29,14 +27,12 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_on
 from zeroshard.errors import PlanError
 from zeroshard.platform import ranges
 from zeroshard.platform.accelerator import is_accelerator
-from zeroshard.recompute.arena import CheckpointArena, PlacedCheckpoint
 from zeroshard.recompute.context import RecomputeContext
+from zeroshard.recompute.kept_inputs import Hooks, KeptInput, keep_input
 from zeroshard.replay.replay import OTHER_VALUES, ForwardSamples, Replay, agrees
-from zeroshard.saved.kept import Kept
 from zeroshard.step.context import Within
 from zeroshard.units.hooks import place_of
 
-Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 Made = Callable[[int, int], Any]  # what a region made, by its number and that of the leaf of its output
 
 
@@ -69,58 +65,6 @@ class Call:
     forwards: int = 0
 
 
-class _KeptBack:
-    """A tensor that is kept ([Note: kept tensors]), in the arena of checkpoints if it takes it."""
-
-    __slots__ = ("place", "requires_grad", "saved", "unpack")
-
-    def __init__(self, tensor: Tensor, hooks: Hooks | None, arena: CheckpointArena | None = None) -> None:
-        self.requires_grad = tensor.requires_grad
-        self.place = None if arena is None else arena.place(tensor)
-        self.saved: Any
-        self.unpack: Callable[[Any], Tensor]
-        if self.place is not None and self.place.held is not None:
-            self.saved, self.unpack = self.place, PlacedCheckpoint.tensor
-        elif hooks:
-            is_itself = isinstance(tensor, nn.Parameter) or not tensor.requires_grad
-            self.saved = hooks[0](tensor if is_itself else tensor.detach())
-            self.unpack = hooks[1]
-        else:
-            self.saved, self.unpack = Kept(tensor), Kept.tensor
-
-    def tensor(self) -> Tensor:
-        """The tensor again, cut off from its graph; one that had none is itself."""
-        tensor = self.unpack(self.saved)
-        return tensor.detach() if self.requires_grad or tensor.requires_grad else tensor
-
-
-class _KeptPart(_KeptBack):
-    """A tensor of which this rank keeps a part."""
-
-    __slots__ = ("partition", "shape")
-
-    def __init__(self, tensor: Tensor, hooks: Hooks | None, context: RecomputeContext) -> None:
-        partition = context.partition
-        assert partition is not None
-        super().__init__(partition.part(tensor), hooks, context.arena)
-        self.partition, self.shape, self.requires_grad = partition, tensor.shape, tensor.requires_grad
-
-    def tensor(self) -> Tensor:
-        """The tensor again, gathered: a collective call."""
-        return self.partition.whole(super().tensor(), self.shape)
-
-
-def keep_input(tensor: Tensor, hooks: Hooks | None, context: RecomputeContext, places: bool = True) -> _KeptBack:
-    """Keep an input of a recomputed forward, or this rank's part of it.
-
-    Args:
-        places: whether it may lie in the arena.
-    """
-    if context.partition is not None and context.partition.takes(tensor):
-        return _KeptPart(tensor, hooks, context)
-    return _KeptBack(tensor, hooks, context.arena if places else None)
-
-
 class _Linked:
     """A tensor that an earlier region of the segment makes ([Note: links])."""
 
@@ -150,7 +94,37 @@ class SavedSlot:
         return self.held.tensor()
 
 
-class Region:
+class RecomputedForward:
+    """A forward that is computed again in the state in which it ran; made before it.
+
+    Attributes:
+        name: in a profile.
+    """
+
+    def __init__(self, name: str, replay: Replay) -> None:
+        self.name, self._replay = name, replay
+        self._contexts = _contexts_now(replay.device)
+
+    def run_again(self, within: Sequence[AbstractContextManager[Any]], forward: Callable[..., Any], *args: Any) -> Any:
+        """Call a function in the state of the forward, with gradients on, inside of further contexts."""
+        contexts = [self._replay.again(), torch.enable_grad(), *within, *self._contexts()]
+        if ranges.profiler._is_profiler_enabled:
+            contexts.insert(0, ranges.named("recompute", self.name))
+        with ExitStack() as stack:
+            for each in contexts:
+                stack.enter_context(each)  # type: ignore[arg-type]
+            return forward(*args)
+
+    def end(self) -> None:
+        """The forward is over."""
+        self._replay.end()
+
+    def drop(self) -> None:
+        """The graph is gone, or there will be none."""
+        self._replay.drop()
+
+
+class Region(RecomputedForward):
     """One forward of one block.
 
     Attributes:
@@ -170,15 +144,14 @@ class Region:
     saves_sums = True
 
     def __init__(self, call: Call, arguments: list[Any], spec: TreeSpec, replay: Replay, hooks: Hooks | None) -> None:
-        self.call, self._arguments, self._spec, self._replay = call, arguments, spec, replay
-        self.hooks = hooks
+        super().__init__(call.name, replay)
+        self.call, self._arguments, self._spec, self.hooks = call, arguments, spec, hooks
         self.slots: list[ReferenceType[SavedSlot] | None] = []
         self.kept: list[Any] = []
         self.asked, self.again, self.linked, self.sums = 0, False, False, 0
         self.dropped = False
         self.samples: ForwardSamples | None = None
         self._places: dict[int, int] = {}  # of kept results, by storage, where sums may be written into them
-        self._contexts = _contexts_now(replay.device)
 
     def once(self, make: Callable[[], Tensor], written: Tensor) -> Tensor:
         """A result that is computed only in the forward; as `step.context.KeptResults`."""
@@ -199,20 +172,20 @@ class Region:
         needed = self.call.needed is None or len(self.kept) < self.call.needed
         if not self.saves_sums:
             self._places |= {place_of(each): len(self.kept) for each in tree_leaves(result) if isinstance(each, Tensor)}
-        self.kept.append(tree_map_only(Tensor, lambda each: _KeptBack(each, self.hooks), result) if needed else None)
+        self.kept.append(tree_map_only(Tensor, lambda each: KeptInput(each, self.hooks), result) if needed else None)
 
     def take(self) -> Any:
         """The next kept result; None where it was not kept."""
         kept = self.kept[self.asked] if self.asked < len(self.kept) else None
         self.asked += 1
         # Cut off each time: as an output of a recomputation it would hold the graph that holds it.
-        return tree_map_only(_KeptBack, lambda each: each.tensor().detach(), kept)
+        return tree_map_only(KeptInput, lambda each: each.tensor().detach(), kept)
 
     def copy_kept(self, number: int) -> None:
         """Keep a copy of a result instead of it, which is about to be written."""
         kept = self.kept[number] if number < len(self.kept) else None
-        copied = lambda each: _KeptBack(each.tensor().clone(), self.hooks)  # noqa: E731
-        self.kept[number : number + 1] = [tree_map_only(_KeptBack, copied, kept)] if number < len(self.kept) else []
+        copied = lambda each: KeptInput(each.tensor().clone(), self.hooks)  # noqa: E731
+        self.kept[number : number + 1] = [tree_map_only(KeptInput, copied, kept)] if number < len(self.kept) else []
 
     def drop_saved(self) -> None:
         """Drop the slots' tensors, and results that can be recomputed, unless a recomputation is running."""
@@ -242,8 +215,8 @@ class Region:
         for each in self._arguments:
             if id(each) in again:
                 continue
-            if isinstance(each, (_KeptBack, _Linked)):
-                tensor = each.tensor() if isinstance(each, _KeptBack) else made(each.region, each.leaf).detach()
+            if isinstance(each, (KeptInput, _Linked)):
+                tensor = each.tensor() if isinstance(each, KeptInput) else made(each.region, each.leaf).detach()
                 again[id(each)] = tensor.requires_grad_() if each.requires_grad else tensor
             else:
                 again[id(each)] = each
@@ -260,17 +233,10 @@ class Region:
         began = context.now()
         self.asked, self.again = 0, True
         try:
-            with ExitStack() as stack:
-                contexts: list[AbstractContextManager[Any]] = []
-                if ranges.profiler._is_profiler_enabled:
-                    contexts.append(ranges.named("recompute", self.call.name))
-                contexts += [self._replay.again(), torch.enable_grad(), context.draws(self.call.module)]
-                mode = self.call.operations(self)
-                contexts += [Within(kept=self), capture.hooks(), *self._contexts()]
-                contexts += [mode] if mode is not None else []
-                for each in contexts:
-                    stack.enter_context(each)
-                output = self.call.forward(*args, **kwargs)
+            mode = self.call.operations(self)
+            within = [context.draws(self.call.module), Within(kept=self), capture.hooks()]
+            within += [mode] if mode is not None else []
+            output = self.run_again(within, partial(self.call.forward, **kwargs), *args)
         except _Enough:
             output = None
         finally:
@@ -281,14 +247,6 @@ class Region:
         self.call.needed = max(self.asked, self.call.needed or 0)
         self.call.again = self.call.again[0] + 1, self.call.again[1] + context.now() - began
         return leaves
-
-    def end(self) -> None:
-        """The forward is over."""
-        self._replay.end()
-
-    def drop(self) -> None:
-        """The graph is gone."""
-        self._replay.drop()
 
 
 class _Capture:
@@ -352,7 +310,7 @@ class BlockSegment:
         """A region for the block that is about to run."""
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         leaves, spec = tree_flatten((args, kwargs))
-        held: dict[int, _KeptBack | _Linked] = {}
+        held: dict[int, KeptInput | _Linked] = {}
         arguments: list[Any] = []
         for leaf in leaves:
             if isinstance(leaf, Tensor):
@@ -389,7 +347,7 @@ class BlockSegment:
         region = self._regions[-1]
         if place_of(tensor) in self._weights or (tensor.is_leaf and isinstance(tensor, nn.Parameter)):
             region.slots.append(None)
-            return _KeptBack(tensor, region.hooks)
+            return KeptInput(tensor, region.hooks)
         slot = SavedSlot(self, len(self._regions) - 1, tensor)
         if region.samples is not None:
             slot.sample = region.samples.saved(tensor, len(region.slots))
@@ -414,7 +372,7 @@ class BlockSegment:
             for region in self._regions:
                 waits(region)
 
-    def _keep(self, tensor: Tensor, hooks: Hooks | None) -> _KeptBack:
+    def _keep(self, tensor: Tensor, hooks: Hooks | None) -> KeptInput:
         """Keep an argument of a block; masks, positions and weights are held by others, too."""
         held = not tensor.requires_grad or place_of(tensor) in self._weights
         return keep_input(tensor, hooks, self._context, places=not held)
@@ -440,12 +398,12 @@ def read(saved: Any) -> Tensor:
     return tensor
 
 
-def differs(how: str) -> PlanError:
+def differs(how: str, subject: str = "a block") -> PlanError:
     """The error of a recomputation that is not as its forward was."""
     return PlanError(
-        f"A block computed other tensors in its recomputation than in its forward: {how}. What it computes must depend "
-        f"on its arguments, parameters, buffers, plain attributes and random numbers alone; keep its activations with "
-        f"recompute='off', or leave it out of the units."
+        f"{subject.capitalize()} computed other tensors in its recomputation than in its forward: {how}. What it "
+        f"computes must depend on its arguments, parameters, buffers, plain attributes and random numbers alone; keep "
+        f"its activations with recompute='off', or leave it out of the units."
     )
 
 

@@ -23,11 +23,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from zeroshard.errors import PlanError
 from zeroshard.memory.ledger import Category, Ledger
 from zeroshard.platform import accelerator
-from zeroshard.platform.accelerator import is_accelerator
-from zeroshard.replay.generators import PYTHON_AND_NUMPY, ReachedGenerators, Source, held_by
+from zeroshard.replay.generators import PYTHON_AND_NUMPY, ReachedGenerators, Source
 
 POINTS = 32  # elements of a sample, about
 FIRST = 3  # forwards of which all tensors are sampled
@@ -132,45 +130,6 @@ class Replay:
         if self.nbytes:
             self._ledger.give(Category.BUFFERS, self.nbytes, "buffers for a recomputation")
             self.nbytes = 0
-
-
-class Replays:
-    """Makes the replays of forwards of one model, and compares outputs with those of the recomputations.
-
-    Args:
-        modules: of the model, down to the innermost.
-        device: as for `Replay`.
-        ledger: likewise.
-    """
-
-    def __init__(self, modules: Sequence[nn.Module], device: torch.device, ledger: Ledger) -> None:
-        self._modules, self._device, self._ledger = modules, device, ledger
-        self._reached = ReachedGenerators(modules)
-        self._forwards = 0
-
-    def begin(self) -> Replay:
-        """The replay of the next forward."""
-        if self._reached.looks:
-            self._reached.look()
-        sources = (*PYTHON_AND_NUMPY, *held_by(self._modules), *self._reached.found)
-        return Replay(self._modules, self._device, self._ledger, sources=sources)
-
-    def sample(self, output: Tensor) -> bytes | None:
-        """A sample of the forward's output; None where the output is not compared."""
-        self._forwards += 1
-        return sample_of(output.detach()) if spacing(self._forwards - 1, is_accelerator(self._device)) else None
-
-    def compare(self, output: Tensor, sample: bytes | None, label: str) -> None:
-        """Compare a recomputation's output with the sample.
-
-        Raises:
-            PlanError: it has other values.
-        """
-        if sample is not None and not agrees(output.detach(), sample):
-            raise PlanError(
-                f"{label} computed another output in its recomputation than in its forward: {OTHER_VALUES}; or keep "
-                f"its activations with recompute='off'."
-            )
 
 
 class ModelDraws:

@@ -3,7 +3,7 @@
 The messages of a list are asynchronous; a forward or backward waits only for its own input.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,14 +15,13 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from zeroshard.comm.collectives import Purpose
-from zeroshard.parts.part import ChunkInputs, MicrobatchRows, Parts
+from zeroshard.parts.part import MicrobatchRows, Parts
 from zeroshard.pipeline.cut.bypass import Bypass
 from zeroshard.pipeline.run.chunks import Chunks
 from zeroshard.pipeline.run.messages import Entering, Messages, Shape, widened
 from zeroshard.pipeline.run.tied_weights import TiedWeights
 from zeroshard.pipeline.stage import Stage
-from zeroshard.platform import ranges
-from zeroshard.replay.replay import Replay, Replays
+from zeroshard.recompute.chunks import ChunkForward, ChunkInputs
 from zeroshard.schedule import Action, Kind, Schedule
 from zeroshard.schedule.actions import COMPUTE
 from zeroshard.schedule.run import Handler, Interpreter
@@ -50,12 +49,10 @@ class _Flight:
     buffers: list[Tensor] = field(default_factory=list)  # of messages; deferred weight gradients read them
     hidden: Tensor | None = None
     beside: tuple[Tensor, Tensor | None] | None = None  # the values beside `hidden`, and their buffer
-    kept: Callable[[], Tensor] | None = None  # returns `hidden`, if it was moved
     back: list[Tensor] | None = None  # gets the gradient of `hidden`, if that is no leaf
     edge: GradientEdge | None = None
     loss: Loss | None = None
-    replay: Replay | None = None  # if the forward is recomputed
-    sample: bytes | None = None  # of its output, for a comparison
+    again: ChunkForward | None = None  # if the forward is recomputed
     store: WeightGradients = field(default_factory=WeightGradients)
 
 
@@ -65,6 +62,7 @@ class Executor:
     Args:
         run: runs the model on a microbatch, down to the loss.
         losses: gets the losses of microbatches at the end of the model, means times their weights.
+        inputs: keeps the inputs of chunks.
 
     Attributes:
         interpreter: of the actions.
@@ -79,12 +77,9 @@ class Executor:
         run: Run,
         losses: dict[int, Tensor],
         inputs: ChunkInputs,
-        recomputes: bool,
     ) -> None:
-        self._stage, self._sequence, self._backward, self._keeps = stage, sequence, sequence.backward, inputs.keep
+        self._stage, self._sequence, self._backward, self._inputs = stage, sequence, sequence.backward, inputs
         self._run, self._losses = run, losses
-        replays = Replays(stage.chain.modules, stage.mesh.device, parts.arena.ledger) if recomputes else None
-        self._replays = replays
         self.messages, self.random_numbers = Messages(stage, parts.messages, inputs.scratch), parts.random_numbers
         self.tied = TiedWeights(stage, parts, self.messages)
         self._flights: dict[Key, _Flight] = {}
@@ -115,7 +110,7 @@ class Executor:
 
     def run(self, actions: Schedule) -> None:
         """Carry out actions in order."""
-        self._at_once = _followed_by_their_backward(actions) if self._replays is not None else set()
+        self._at_once = _followed_by_their_backward(actions) if self._inputs.recomputes else set()
         self._chunks.begin(actions)
         self.interpreter.run(actions)
 
@@ -148,21 +143,18 @@ class Executor:
         chunk, j = action.chunk, _number(action)
         flight = self._flights[chunk, j] = self._enter(action)
         start = self.interpreter.now()
-        if self._replays is not None and (chunk, j) not in self._at_once:
-            flight.replay = self._replays.begin()
+        if self._inputs.recomputes and (chunk, j) not in self._at_once:
+            flight.again = self._inputs.begin(f"chunk {chunk} of microbatch {j}")
             with torch.no_grad():
                 output, bypass = self._compute(action, flight)
-            flight.replay.end()
-            self._put_aside(flight)
-            if flight.kept is None:  # else its input may come back with loss
-                flight.sample = self._replays.sample(_values_of(output))
+            self._put_aside(flight, flight.again, _values_of(output))
         else:
             output, bypass = self._compute_once(action, flight)
         self.interpreter.note(action, start)
         if self._is_last(chunk):
             self._losses[j] = output.weighted(self._parts[j].weight).value.detach()
         self._pass_on(action, output, bypass)
-        if flight.replay is None:
+        if flight.again is None:
             self._keep(action, flight, output)
 
     def _enter(self, action: Action) -> _Flight:
@@ -180,15 +172,16 @@ class Executor:
         self._chunks.use(action)
         return flight
 
-    def _put_aside(self, flight: _Flight) -> None:
-        """Keep the input of a recomputed chunk by the plan, not in the buffer of its message."""
-        if self._keeps is not None and flight.hidden is not None:
-            flight.kept, flight.hidden = self._keeps(flight.hidden), None
+    def _put_aside(self, flight: _Flight, forward: ChunkForward, output: Tensor) -> None:
+        """Keep the input of a chunk for its recomputation."""
+        forward.ends(output, None if flight.hidden is None else self._inputs.keep(flight.hidden))
+        flight.hidden = None
+        if self._inputs.moves:
             self._release(flight)
 
     def _compute_once(self, action: Action, flight: _Flight) -> tuple[Any, Bypass]:
         """A forward with a graph; only the graph holds its input, unless it stays in its buffer."""
-        if self._keeps is None or flight.hidden is None:
+        if flight.hidden is None or not self._inputs.moves:
             return self._compute(action, flight)
         arrived, flight.back = flight.hidden.detach(), []
         leaf = arrived.new_empty(0).requires_grad_()
@@ -199,6 +192,13 @@ class Executor:
         flight.hidden = None
         return result
 
+    def _compute_again(self, action: Action, flight: _Flight, hidden: Tensor | None) -> Tensor:
+        """The recomputation of a forward: its output, with a graph."""
+        flight.hidden = hidden
+        output, _ = self._compute(action, flight)
+        self._keep(action, flight, output)
+        return _values_of(output)
+
     def _release(self, flight: _Flight) -> None:
         for buffer in flight.buffers:
             self.messages.release(buffer)
@@ -206,8 +206,8 @@ class Executor:
 
     def _leave(self, action: Action, flight: _Flight) -> None:
         chunk, j = action.chunk, _number(action)
-        if flight.replay is not None:
-            flight.replay.drop()
+        if flight.again is not None:
+            flight.again.drop()
         self._release(flight)
         if flight.beside is not None and flight.beside[1] is not None:
             self.messages.release(flight.beside[1])
@@ -255,18 +255,8 @@ class Executor:
         start = self.interpreter.now()
         self.tied.again((chunk, j))  # the model's own recomputation needs the weights of its forward
         self._chunks.use(action)
-        if flight.kept is not None:
-            flight.hidden, flight.kept = flight.kept().requires_grad_(), None
-        if flight.replay is not None and self._replays is not None:
-            with flight.replay.again(), torch.enable_grad():
-                if ranges.profiler._is_profiler_enabled:
-                    with ranges.named("recompute", f"chunk {chunk} of microbatch {j}"):
-                        output = self._compute(action, flight)[0]
-                else:
-                    output = self._compute(action, flight)[0]
-            self._keep(action, flight, output)
-            self._replays.compare(_values_of(output), flight.sample, f"Chunk {chunk} of the pipeline")
-            del output
+        if flight.again is not None:
+            flight.again.compute(partial(self._compute_again, action, flight))
         self._chunks.backward(action)
         with self._backward.local(), self._deferring(flight):
             if flight.loss is not None:

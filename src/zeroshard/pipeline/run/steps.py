@@ -13,13 +13,14 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from zeroshard.comm.collectives import Comm, Purpose
 from zeroshard.errors import PlanError
-from zeroshard.parts.part import ChunkInputs, Parts
+from zeroshard.parts.part import Parts
 from zeroshard.pipeline.cut.bypass import NUMBERS, SentValues
 from zeroshard.pipeline.cut.origins import ReturnedValue
 from zeroshard.pipeline.run.executor import Executor, Microbatch
 from zeroshard.pipeline.run.messages import Entering
 from zeroshard.pipeline.run.weight_stashing import StashedVersions
 from zeroshard.pipeline.stage import Stage
+from zeroshard.recompute.chunks import ChunkInputs
 from zeroshard.schedule import Kind
 from zeroshard.step.backward import Backward
 from zeroshard.step.batch import uneven_microbatches
@@ -116,7 +117,6 @@ class PipelineOrder:
         sequence: StepSequence,
         scope: ThisStage,
         inputs: ChunkInputs,
-        recomputes: bool,
         model: nn.Module,
         run: Run,
     ) -> None:
@@ -125,7 +125,7 @@ class PipelineOrder:
         if pipeline.streams:
             _stash(stage, parts, sequence.backward)
             run = means_alone(run, pipeline.name)
-        self.executor = Executor(stage, parts, sequence, run, scope.losses, inputs, recomputes)
+        self.executor = Executor(stage, parts, sequence, run, scope.losses, inputs)
         self.interpreter = self.executor.interpreter
         self.fed = 0
         self.actions = pipeline.step(stage.rank)

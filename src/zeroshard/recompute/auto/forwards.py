@@ -24,7 +24,8 @@ from zeroshard.recompute.auto.meter import BlockMeasures, BlockMeter, PassKey, P
 from zeroshard.recompute.auto.stored import Clocks, StoredCosts, measured
 from zeroshard.recompute.auto.ways import INPUT, KeptPart
 from zeroshard.recompute.context import RecomputeContext
-from zeroshard.recompute.segments import BlockSegment, Hooks, Region
+from zeroshard.recompute.kept_inputs import Hooks
+from zeroshard.recompute.segments import BlockSegment, Region
 from zeroshard.units.hooks import place_of
 
 Compute = Callable[[Hooks, Any], Any]  # a block's forward, with hooks of saved tensors and a meter

@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 from zeroshard.recompute.auto.remade import NotSaved, RemadeCosts, costs_of, epsilons_of, next_number
 from zeroshard.recompute.auto.stored import StoredCosts, fastest, of_both
-from zeroshard.recompute.segments import Hooks, Region, SavedSlot, read
+from zeroshard.recompute.kept_inputs import Hooks
+from zeroshard.recompute.segments import Region, SavedSlot, read
 from zeroshard.saved.kept import Kept
 from zeroshard.units.hooks import place_of
 
