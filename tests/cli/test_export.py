@@ -211,7 +211,7 @@ def test_damage_leaves_nothing_behind(saved: Saved, capsys: pytest.CaptureFixtur
     [
         (["nowhere"], "nowhere is no checkpoint: there is no such folder"),
         (["."], "has no MANIFEST.json"),
-        ([], "Required options"),
+        ([], "PATH must be given"),
         (["RUN", "--dtype", "fp8"], "dtype"),
         (["RUN", "--to", "pickle"], "--to"),
         (["RUN", "--max-shard-size", "5 elephants"], "max_shard_size is '5 elephants'; write a size such as"),

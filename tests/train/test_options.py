@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import pytest
-import tyro
 
 from zeroshard.cli.plan import PlanOptions
 from zeroshard.errors import ConfigError
 from zeroshard.plan import GROUPS, RENAMED, Plan
 from zeroshard.train.config import TrainConfig
-from zeroshard.train.help_page import default_text, described_values, kind_of
+from zeroshard.train.option_tree import Named, Positional
+from zeroshard.train.option_values import default_text, described_values, kind_of
 from zeroshard.train.options import parse
 from zeroshard.train.toml_config import dump_toml, load_toml
 
@@ -123,10 +123,10 @@ def test_a_run_folder_of_an_earlier_version_loads(tmp_path: Path) -> None:
     ("words", "said"),
     [
         (("--steps", "many"), "--steps INT Steps of the whole run. (default: 800)"),
-        (("--ranks", "many"), "--ranks INT Processes to start"),
-        (("--zero", "4"), "invalid choice '4' for argument '--zero'"),
-        (("--pipeline-parallel", "two"), "--pipeline-parallel INT"),
-        (("--pipeline-parallel.shedule", "gpipe"), "Perhaps you meant: --pipeline-parallel.schedule"),
+        (("--ranks", "many"), "--ranks, --nproc-per-node INT Processes to start"),
+        (("--zero", "4"), "--zero: '4' is not one of 0, 1, 2, 3."),
+        (("--pipeline-parallel", "two"), "--pipeline-parallel, --pp INT"),
+        (("--pipeline-parallel.shedule", "gpipe"), "did you mean --pipeline-parallel.schedule?"),
         (("--pp", "0"), "--pp is 0"),
         (("--batch-per-rank", "0"), "--batch-per-rank is 0; it must be 1 or more."),
         (("--batch-per-rank", "3", "--microbatches", "2"), "make --batch-per-rank a multiple of 2."),
@@ -168,7 +168,7 @@ def test_an_earlier_name_in_a_file_has_a_hint(tmp_path: Path) -> None:
         (("--loss-scale", "high"), "--loss-scale: 'high' is not a number or one of auto, dynamic, off. "),
         (("--pp", "two"), "--pipeline-parallel: 'two' is not a whole number. "),
         (("--pipeline-parallel.replicas", "2", "x"), "replicas: '2 x' is not a list of whole numbers or None. "),
-        (("--reduce-dtype", "int8"), "Expected one of ('fp32', 'bf16', 'fp16', 'None')."),
+        (("--reduce-dtype", "int8"), "'int8' is not one of fp32, bf16, fp16 or None."),
     ],
 )
 def test_a_wrong_value_is_told_the_right_ones(
@@ -238,7 +238,7 @@ class Base:
     """
 
     ALIASES: ClassVar[dict[str, tuple[str, ...]]] = {"times": ("-t",)}
-    source: tyro.conf.Positional[Path]
+    source: Positional[Path]
     """What to
     copy."""
     times: int = 1
@@ -250,7 +250,7 @@ class Base:
 class Copying(Base):
     """Copy a file elsewhere."""
 
-    target: Annotated[Path, tyro.conf.arg(name="to")]
+    target: Annotated[Path, Named("to")]
     """Where."""
     times: int = 2
     words: tuple[str, ...] = ("a b", "c")
@@ -280,8 +280,8 @@ def test_texts_and_defaults_are_inherited(page: Any) -> None:
         (int | None, "a whole number or None"),
         (Literal["auto", "never"] | Path, "one of auto, never or a path"),
         (tuple[float, ...], "a list of numbers"),
-        (tuple[int, Path] | None, "a whole number and a path or None"),
-        (Annotated[str, "any"], "a text"),
+        (tuple[int, Path] | None, "a list of 2: a whole number and a path or None"),
+        (str, "a string"),
     ],
 )
 def test_the_values_of_a_type_in_a_sentence(hint: Any, words: str) -> None:
@@ -298,7 +298,7 @@ def test_the_values_of_a_type_in_a_sentence(hint: Any, words: str) -> None:
         (tuple[str, ...], "NAME ..."),
         (tuple[int, ...] | None, "INT ..."),
         (tuple[int, Path] | None, "INT PATH"),
-        (Annotated[float, "any"], "FLOAT"),
+        (float, "FLOAT"),
     ],
 )
 def test_the_kind_of_a_value(hint: Any, kind: str) -> None:

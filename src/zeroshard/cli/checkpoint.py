@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import tyro
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
@@ -21,6 +20,7 @@ from zeroshard.checkpoint.folder import find_checkpoint
 from zeroshard.errors import CheckpointError, ConfigError, DamagedError
 from zeroshard.plan import upgraded
 from zeroshard.text import format_bytes
+from zeroshard.train.option_tree import Positional
 
 USAGE = """usage: zeroshard checkpoint ls [PATH]        checkpoints of a folder, a run, or all runs (default: runs)
        zeroshard checkpoint verify PATH    read every byte and compare it with its digest
@@ -41,7 +41,7 @@ ADAM, HALF = 12, 2  # bytes per parameter: fp32 weights and Adam's two states; 1
 class ListOptions:
     """List checkpoints, also those put aside as damaged or left half written."""
 
-    path: tyro.conf.Positional[Path] = Path("runs")
+    path: Positional[Path] = Path("runs")
     """A checkpoint, a folder of them, a run folder, or a folder of runs."""
     json: bool = False
     """Print JSON instead of tables."""
@@ -51,7 +51,7 @@ class ListOptions:
 class VerifyOptions:
     """Read every byte of a checkpoint and compare it with its digest; exit code 1 if anything is wrong."""
 
-    path: tyro.conf.Positional[Path]
+    path: Positional[Path]
     """The checkpoint, or a run folder, which stands for its newest."""
     json: bool = False
     """Print JSON."""
@@ -61,7 +61,7 @@ class VerifyOptions:
 class InfoOptions:
     """Describe a checkpoint: facts, tensors, bytes."""
 
-    path: tyro.conf.Positional[Path]
+    path: Positional[Path]
     """The checkpoint, or a run folder, which stands for its newest."""
     json: bool = False
     """Print JSON instead of tables."""
@@ -71,9 +71,9 @@ class InfoOptions:
 class DiffOptions:
     """Compare two checkpoints, whatever plans wrote them; exit code 1 if they hold different states."""
 
-    a: tyro.conf.Positional[Path]
+    a: Positional[Path]
     """One checkpoint, or a run folder, which stands for its newest."""
-    b: tyro.conf.Positional[Path]
+    b: Positional[Path]
     """The other."""
     json: bool = False
     """Print JSON instead of tables."""

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import tyro
 
 from zeroshard.checkpoint import CheckpointDisk, Reader, Slot, write_tensors
 from zeroshard.checkpoint.expert_names import FAMILIES, in_files
@@ -19,6 +18,7 @@ from zeroshard.checkpoint.stream import in_order
 from zeroshard.checkpoint.weights import INDEX, SINGLE
 from zeroshard.errors import CheckpointError, ConfigError
 from zeroshard.text import format_bytes, parse_bytes
+from zeroshard.train.option_tree import Positional
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CONFIG = "config.json"
@@ -28,7 +28,7 @@ CONFIG = "config.json"
 class ExportOptions:
     """Write the weights and buffers of a checkpoint as safetensors, under the names of the model's state_dict."""
 
-    path: tyro.conf.Positional[Path]
+    path: Positional[Path]
     """The checkpoint, or a run folder, which stands for its newest."""
     to: Literal["safetensors"] = "safetensors"
     """The format."""

@@ -12,9 +12,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-import tyro
-
 from zeroshard.errors import ConfigError, NonFiniteError, ZeroshardError
+from zeroshard.train.option_tree import Positional
 from zeroshard.version import __version__
 
 if TYPE_CHECKING:
@@ -55,7 +54,7 @@ AGAIN = "ZEROSHARD_AGAIN"  # variable with the command that resumes a run, for t
 class ReportOptions:
     """Draw the report of a run folder again."""
 
-    run: tyro.conf.Positional[Path]
+    run: Positional[Path]
     """The run folder that `zeroshard train` named."""
 
 

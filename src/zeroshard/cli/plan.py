@@ -43,10 +43,10 @@ from zeroshard.tensor.find.layers import find
 from zeroshard.text import parse_bytes
 from zeroshard.train.config import OptimizerName, TrainConfig
 from zeroshard.train.family import SOURCE, default_plans, largest_table
+from zeroshard.train.option_values import NONE
 from zeroshard.train.options import parse
 from zeroshard.train.sizes import SIZES
 from zeroshard.train.task import language_task, own_task
-from zeroshard.train.toml_config import NONE
 from zeroshard.zero.byte_formulas import state_bytes
 
 THIS_MACHINE, MODEL = "this machine", "tiny"

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from fractions import Fraction
 
-import tyro
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -15,6 +14,7 @@ from rich.text import Text
 
 from zeroshard.errors import ConfigError
 from zeroshard.reproduce import CLAIMS, Claim, Outcome, Reading, check
+from zeroshard.train.option_tree import Positional
 from zeroshard.train.options import parse
 
 LIST = "list"
@@ -26,7 +26,7 @@ CONVENTION = "A printed number counts as ours when ours, rounded or cut to as ma
 class ReproduceOptions:
     """Compute published numbers again: the published one, ours, the difference, and how ours was obtained."""
 
-    claim: tyro.conf.Positional[str] = LIST
+    claim: Positional[str] = LIST
     """Name of a claim, or list for one line of each."""
     all: bool = False
     """Compute every claim; some rehearse models of many layers and take a minute or more."""

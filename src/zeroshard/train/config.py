@@ -5,11 +5,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-import tyro
-
 from zeroshard.errors import ConfigError
 from zeroshard.moe.policy import Mixture
 from zeroshard.plan import RENAMED, Plan, option_of, renamed
+from zeroshard.train.option_tree import Named
 
 OptimizerName = Literal[
     "adamw", "sgd", "adagrad", "adafactor", "sm3", "adamw8bit", "adam8bit", "lamb", "muon", "shampoo", "soap"
@@ -119,7 +118,7 @@ class TrainConfig:
     device: str = "auto"
     """Device to train on: cpu, cuda (ROCm too), or another accelerator by torch's name; auto takes an accelerator when
     there is one for every rank."""
-    planning: Annotated[Literal["given", "auto"], tyro.conf.arg(name="plan")] = "given"
+    planning: Annotated[Literal["given", "auto"], Named("plan")] = "given"
     """Train under the options of the plan ("given"), or under the fastest plan that fits ("auto"), which is searched
     for before the run; options that the search does not choose stay as given."""
     predict: bool = False

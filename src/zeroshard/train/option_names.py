@@ -6,15 +6,14 @@ name of a setting its option: as it was typed, where it has several names. Names
 """
 
 import ast
-import dataclasses
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any, get_type_hints
+from typing import Any
 
 from zeroshard.plan import GROUPS
-from zeroshard.train.toml_config import group_in
+from zeroshard.train.option_tree import options_of
 
 VALUE = r"'[^']*'|\"[^\"]*\"|\([^()]*\)|\[[^\[\]]*\]|\{[^{}]*\}|-?\d[\d.]*\d(?:e[+-]?\d+)?|-?\d|\.\.\.|[A-Za-z][\w-]*"
 CLASSES = {"Plan": "", **{kind.__name__: name for name, kind in GROUPS.items()}}
@@ -75,35 +74,19 @@ def _names(cls: Any, argv: Sequence[str]) -> dict[str, str]:
     """The option of each setting by its names: the full one, and that in its group where no other has it."""
     typed = {word.partition("=")[0] for word in argv if word.startswith("--")}
     found, inner = {}, {}
-    for name, group, aliases in _fields(cls):
-        option = f"--{name.replace('_', '-')}"
-        found[name] = next((alias for alias in aliases if alias in typed), option)
-        for place, field in enumerate(dataclasses.fields(group) if group else ()):
-            full = f"{option}.{field.name.replace('_', '-')}" if place else found[name]
-            found[f"{name}.{field.name}"] = full
-            inner[field.name] = "" if field.name in inner else full
+    for option in options_of(cls):
+        field = option.path[-1]
+        flag = next((flag for flag in option.flags[1:] if flag in typed and option.hint is not bool), None)
+        found[option.name] = flag = flag or f"--{option.name.replace('_', '-')}"
+        if option.group:
+            found[f"{option.group}.{field}"] = flag
+            inner[field] = "" if field in inner else flag
     return {name: option for name, option in inner.items() if option} | found
 
 
 def _flags(cls: Any) -> dict[str, str]:
     """The options of settings of groups that are true or false, by their names in the group."""
-    return {
-        field.name: f"--{name.replace('_', '-')}.{field.name.replace('_', '-')}"
-        for name, group, _ in _fields(cls)
-        for field in (dataclasses.fields(group) if group else ())
-        if field.type in (bool, "bool")
-    }
-
-
-def _fields(cls: Any) -> Iterator[tuple[str, Any, Sequence[str]]]:
-    """(name, its group or None, aliases) of every field, nested classes included."""
-    hints, aliases = get_type_hints(cls), getattr(cls, "ALIASES", {})
-    for field in (field for field in dataclasses.fields(cls) if field.init):
-        hint = hints[field.name]
-        if dataclasses.is_dataclass(hint):
-            yield from _fields(hint)
-        else:
-            yield field.name, group_in(hint), aliases.get(field.name, ())
+    return {o.path[-1]: o.flags[0] for o in options_of(cls) if o.group and o.hint is bool}
 
 
 def _without_calls(text: str, names: Mapping[str, str], flags: Mapping[str, str]) -> str:
