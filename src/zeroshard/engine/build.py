@@ -177,7 +177,7 @@ class Builder:
         for module in self._model.modules():
             materialiser.materialise(module)  # buffers of modules without parameters
         dtype_of = lambda p: self._precision.dtype_of(p, p in chosen.fp32)  # noqa: E731
-        self._stage.let_go(chosen.units, materialiser.real, dtype_of, self._ledger)
+        self._stage.release_other_stages(chosen.units, materialiser.real, dtype_of, self._ledger)
         self._place_buffers(self._stage.skipped_modules)
         self._comm.agree(b"", "weights are in place")
         self._axes.begin()

@@ -607,7 +607,7 @@ class Engine:
         return self._axes.data_ranks
 
     @property
-    def knows_loss(self) -> bool:
+    def has_loss(self) -> bool:
         """Whether `train_step` returns the loss here: everywhere, but on the last stage if nothing flushes."""
         return not self.plan.streams or self._stage.is_last
 
@@ -615,7 +615,7 @@ class Engine:
     def reports(self) -> bool:
         """True on the one rank that logs for the job; it has the loss."""
         place = self._stage.mesh if self.plan.streams else self.mesh
-        return self.knows_loss and place.rank == 0
+        return self.has_loss and place.rank == 0
 
     @property
     def pipeline(self) -> PipelineSchedule | None:

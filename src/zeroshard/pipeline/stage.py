@@ -192,7 +192,7 @@ class Stage:
             return False
         return not any(module in top.modules() for layer in self.layers for top in layer.modules)
 
-    def let_go(
+    def release_other_stages(
         self, units: list[Unit], real: Callable[[nn.Parameter], nn.Parameter], dtype: DtypeOf, ledger: Ledger
     ) -> None:
         """Borrow weights of other stages, and move the rest of the model to the meta device, freeing its storage.

@@ -102,7 +102,7 @@ class WholeModel:
         """False: every module runs on this rank."""
         return False
 
-    def let_go(
+    def release_other_stages(
         self, units: list[Unit], real: Callable[[nn.Parameter], nn.Parameter], dtype: DtypeOf, ledger: Ledger
     ) -> None:
         """Nothing to free or to borrow: the one stage keeps every parameter."""

@@ -10,7 +10,7 @@ from zeroshard.doctor.hardware import Machines
 from zeroshard.engine.techniques import data_ranks_of
 from zeroshard.plan import Plan
 from zeroshard.planner.choices import choices_of
-from zeroshard.planner.predict.needs import Needs, Times
+from zeroshard.planner.predict.rank_costs import RankCosts, Times
 from zeroshard.planner.predict.rehearse import TrainingTask
 from zeroshard.planner.predict.result import Prediction
 from zeroshard.planner.predict.shallow import Stack
@@ -29,20 +29,20 @@ def predict(task: TrainingTask, plan: Plan, machines: Machines, rows: int, deep:
         ZeroshardError: the engine refuses the plan.
     """
     stacks = None if deep else task.facts.stacks
-    return put_together(way_of(plan).needs(task, plan, machines, rows, stacks), task, plan, machines, rows)
+    return put_together(way_of(plan).rank_costs(task, plan, machines, rows, stacks), task, plan, machines, rows)
 
 
 def put_together(
-    needs: Sequence[Needs], task: TrainingTask, plan: Plan, machines: Machines, rows: int, timed: bool = False
+    per_rank: Sequence[RankCosts], task: TrainingTask, plan: Plan, machines: Machines, rows: int, timed: bool = False
 ) -> Prediction:
     """The prediction from the numbers of one rank, or of one rank for each rehearsed stage."""
     ranks, choices = machines.count, choices_of(plan)
     data_ranks = data_ranks_of(plan, ranks)
-    times = way_of(plan).times(needs, plan, machines)
+    times = way_of(plan).times(per_rank, plan, machines)
     notes = list(times.notes)
-    if not all(one.exact for one in needs):
+    if not all(one.exact for one in per_rank):
         notes.append("Few blocks and microbatches were rehearsed; every further one adds as much as the last.")
-    fullest = max(needs, key=lambda one: sum(one.memory.values()))
+    fullest = max(per_rank, key=lambda one: sum(one.memory.values()))
     split = plan.pipeline.split or fullest.last.split
     per_node = min(machines.per_node, ranks)
     device = machines.device
@@ -73,7 +73,7 @@ def put_together(
     )
 
 
-def _host_capacity(fullest: Needs, beside: bool, machines: Machines) -> int | None:
+def _host_capacity(fullest: RankCosts, beside: bool, machines: Machines) -> int | None:
     """Bytes of one node's host memory; with `beside`, less the bytes of CPU devices, which lie in it."""
     if machines.host_memory is None or machines.device.kind != "cpu" or not beside:
         return machines.host_memory
@@ -95,9 +95,9 @@ class Way(Protocol):
     def whole(self, plan: Plan, blocks: int) -> int:
         """The size of a rehearsal of every block and stage, for a model with so many blocks."""
 
-    def needs(
+    def rank_costs(
         self, task: TrainingTask, plan: Plan, machines: Machines, rows: int, stacks: Sequence[Stack] | None
-    ) -> list[Needs]:
+    ) -> list[RankCosts]:
         """The numbers of the rehearsed ranks, the one with the most bytes among them.
 
         Args:
@@ -105,14 +105,14 @@ class Way(Protocol):
             stacks: the model's repeated blocks, to rehearse few of them; None rehearses all.
         """
 
-    def timed(self, task: TrainingTask, plan: Plan, machines: Machines, rows: int) -> list[Needs]:
+    def timed(self, task: TrainingTask, plan: Plan, machines: Machines, rows: int) -> list[RankCosts]:
         """The same, from real steps.
 
         Raises:
             PlanError: few blocks do not fit into the memory of this machine.
         """
 
-    def times(self, needs: Sequence[Needs], plan: Plan, machines: Machines) -> Times:
+    def times(self, per_rank: Sequence[RankCosts], plan: Plan, machines: Machines) -> Times:
         """The time of a step of all ranks."""
 
 
@@ -135,8 +135,8 @@ def predict_timed(
         ZeroshardError: the engine refuses the plan.
     """
     with _threads(threads):
-        needs = way_of(plan).timed(task, plan, machines, rows)
-        return put_together(needs, task, plan, machines, rows, timed=True)
+        per_rank = way_of(plan).timed(task, plan, machines, rows)
+        return put_together(per_rank, task, plan, machines, rows, timed=True)
 
 
 @contextmanager

@@ -102,7 +102,7 @@ class TrainingTask:
 
 
 @dataclass(frozen=True, slots=True)
-class Each:
+class PerMicrobatch:
     """The cost of one microbatch: seconds by cause, and bytes on the wire by purpose."""
 
     spent: Mapping[str, float]
@@ -123,7 +123,7 @@ class Rehearsed:
         split: first layers of all chunks but the first.
         sizes: bytes of a copy of the states, as a checkpoint on its way to the disk holds it; and of the batch itself,
             which is among the temporaries.
-        each: cost of one more microbatch; None with fewer than three.
+        per_microbatch: cost of one more microbatch; None with fewer than three.
         host: bytes by category that are kept in host memory, in whole pages, after the last step.
         disk_nbytes: bytes on the disk.
         owners: what owners of whole parameters do and cost, in sentences; empty where slices are even.
@@ -143,7 +143,7 @@ class Rehearsed:
     split: tuple[str, ...]
     events: tuple[Event, ...]
     sizes: tuple[int, int]
-    each: "Each | None" = None
+    per_microbatch: "PerMicrobatch | None" = None
     host: Mapping[str, int] = field(default_factory=dict)
     disk_nbytes: int = 0
     waits: tuple[float, float] = (0.0, 0.0)
@@ -229,7 +229,7 @@ class _Run:
         whole = plan.with_settings(changes)
         self.engine = Engine(model, task.optimizer_of(model, plan), whole, mesh=mesh, loss=task.loss, example=example)
         self._updating = False
-        self._marks: list[Each] = []
+        self._marks: list[PerMicrobatch] = []
         model.register_forward_pre_hook(lambda *_: self._mark())
         self.engine.optimizer.register_step_pre_hook(lambda *_: self._begin("optimizer"))
         self.engine.optimizer.register_step_post_hook(lambda *_: self._begin("compute"))
@@ -269,7 +269,7 @@ class _Run:
             engine.split,
             tuple(_thin(events)),
             (engine.checkpoint_nbytes, _nbytes(self._batch)),
-            self._each(),
+            self._per_microbatch(),
             engine.ledger.snapshot("host"),
             engine.ledger.total("disk"),
             _waits_inside(clock.waits, trace.actions),
@@ -280,7 +280,7 @@ class _Run:
     def timed(self, tracked: Rehearsed) -> Rehearsed:
         """Take further steps without the tracker; returns the numbers with the seconds of the median step."""
         engine, clock = self.engine, self._clock
-        steps: list[tuple[float, dict[str, float], Each | None, tuple[Span, ...]]] = []
+        steps: list[tuple[float, dict[str, float], PerMicrobatch | None, tuple[Span, ...]]] = []
         began = time.perf_counter()
         while len(steps) < TIMED or (time.perf_counter() - began < LEAST_SECONDS and len(steps) < MOST_TIMED):
             clock.spent.clear()
@@ -290,9 +290,9 @@ class _Run:
                 engine.train_step(self._batch)
                 self._tick()
             spent = by_cause({cause: seconds for cause, seconds in clock.spent.items() if cause != "aside"})
-            steps.append((sum(spent.values()), spent, self._each(), tuple(trace.actions)))
+            steps.append((sum(spent.values()), spent, self._per_microbatch(), tuple(trace.actions)))
         _, spent, each, spans = sorted(steps, key=lambda step: step[0])[len(steps) // 2]
-        return replace(tracked, spent=spent, each=each, spans=spans)
+        return replace(tracked, spent=spent, per_microbatch=each, spans=spans)
 
     def _tick(self) -> None:
         """Record the CPU time since the last call, without simulated work of other ranks."""
@@ -306,15 +306,15 @@ class _Run:
         if self._timed:
             self._tick()
         wire = {str(purpose): count.nbytes for purpose, count in self.engine.sent_so_far.items()}
-        self._marks.append(Each(by_cause(self._clock.spent), wire))
+        self._marks.append(PerMicrobatch(by_cause(self._clock.spent), wire))
 
-    def _each(self) -> Each | None:
+    def _per_microbatch(self) -> PerMicrobatch | None:
         """The cost from the second microbatch's start to the third's; the first uses other buffers."""
         if len(self._marks) < ALIKE:
             return None
         a, b = self._marks[ALIKE - 2], self._marks[ALIKE - 1]
         spent = {cause: seconds - a.spent.get(cause, 0.0) for cause, seconds in b.spent.items()}
-        return Each(spent, {purpose: nbytes - a.wire.get(purpose, 0) for purpose, nbytes in b.wire.items()})
+        return PerMicrobatch(spent, {purpose: nbytes - a.wire.get(purpose, 0) for purpose, nbytes in b.wire.items()})
 
     @property
     def _warm_up(self) -> int:

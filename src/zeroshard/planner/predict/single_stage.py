@@ -6,7 +6,7 @@ from dataclasses import replace
 from zeroshard.doctor.hardware import Machines
 from zeroshard.plan import Plan
 from zeroshard.planner.choices import choices_of, schedule_of
-from zeroshard.planner.predict.needs import Needs, Times, fullest_of, needs_of, owner_ranks
+from zeroshard.planner.predict.rank_costs import RankCosts, Times, largest_of, owner_ranks, rank_costs_of
 from zeroshard.planner.predict.rehearse import Rehearsed, TrainingTask, refuse_too_large, rehearse
 from zeroshard.planner.predict.shallow import FEW, Stack, probes, shallow
 from zeroshard.schedule.peaks import ALIKE
@@ -23,9 +23,9 @@ class Unstaged:
         """Blocks times microbatches."""
         return blocks * plan.microbatches
 
-    def needs(
+    def rank_costs(
         self, task: TrainingTask, plan: Plan, machines: Machines, rows: int, stacks: Sequence[Stack] | None
-    ) -> list[Needs]:
+    ) -> list[RankCosts]:
         """The numbers of one rank; where whole parameters have owners, of the rank with the most bytes."""
         plan, m = on_machines(plan, machines), plan.microbatches
         few = m if stacks is None else min(m, ALIKE)
@@ -34,15 +34,15 @@ class Unstaged:
         chosen = owner_ranks(task, plan, 0, slices)
         if len(chosen) > 1:
             each = [rehearse(task, less, rank, machines.count, rows // m * few, machines) for rank in chosen]
-            return [fullest_of([needs_of(one, more=m - few) for one in each], slices * plan.tensor.ranks)]
+            return [largest_of([rank_costs_of(one, more=m - few) for one in each], slices * plan.tensor.ranks)]
         deep = _deeper(plan, stacks or (), FEW + 1)
         seen: list[Rehearsed] = []
         for depths in probes(deep):
             probe = replace(task, build=shallow(task.build, depths)) if deep else task
             seen.append(rehearse(probe, less, 0, machines.count, rows // m * few, machines))
-        return [needs_of(seen[-1], seen, deep, m - few)]
+        return [rank_costs_of(seen[-1], seen, deep, m - few)]
 
-    def timed(self, task: TrainingTask, plan: Plan, machines: Machines, rows: int) -> list[Needs]:
+    def timed(self, task: TrainingTask, plan: Plan, machines: Machines, rows: int) -> list[RankCosts]:
         """The numbers of one rank, from real steps."""
         plan, m = on_machines(plan, machines), plan.microbatches
         deep = _deeper(plan, task.facts.stacks, FEW_TIMED + STEP_TIMED)
@@ -54,11 +54,11 @@ class Unstaged:
             if number == 0:
                 refuse_too_large(probe, less, machines, rows // m * few)
             seen.append(rehearse(probe, less, 0, machines.count, rows // m * few, machines, timed=True))
-        return [needs_of(seen[-1], seen, deep, m - few, (FEW_TIMED, STEP_TIMED))]
+        return [rank_costs_of(seen[-1], seen, deep, m - few, (FEW_TIMED, STEP_TIMED))]
 
-    def times(self, needs: Sequence[Needs], plan: Plan, machines: Machines) -> Times:
+    def times(self, per_rank: Sequence[RankCosts], plan: Plan, machines: Machines) -> Times:
         """The seconds of the rehearsed rank."""
-        return Times({cause: seconds for cause, seconds in needs[0].spent.items() if seconds})
+        return Times({cause: seconds for cause, seconds in per_rank[0].spent.items() if seconds})
 
 
 def _deeper(plan: Plan, stacks: Sequence[Stack], few: int) -> list[Stack]:

@@ -14,15 +14,15 @@ from zeroshard.comm.collectives import Purpose
 from zeroshard.doctor.hardware import Machines
 from zeroshard.plan import Plan
 from zeroshard.planner.choices import choices_of, schedule_of
-from zeroshard.planner.predict.needs import (
-    Needs,
+from zeroshard.planner.predict.rank_costs import (
+    RankCosts,
     Times,
-    fullest_of,
+    largest_of,
     memory_numbers,
-    needs_from,
-    needs_of,
     numbers_of,
     owner_ranks,
+    rank_costs_from,
+    rank_costs_of,
 )
 from zeroshard.planner.predict.rehearse import Rehearsed, TrainingTask, message_bytes, refuse_too_large, rehearse
 from zeroshard.planner.predict.result import Span
@@ -48,9 +48,9 @@ class Staged:
         """A quarter of stages times blocks: each stage's rehearsal makes all blocks."""
         return plan.pipeline.stages * max(1, blocks // 4)
 
-    def needs(
+    def rank_costs(
         self, task: TrainingTask, plan: Plan, machines: Machines, rows: int, stacks: Sequence[Stack] | None
-    ) -> list[Needs]:
+    ) -> list[RankCosts]:
         """The numbers of the first and the last stage, with few of their blocks; or of all stages, whole."""
         slices = [choices_of(plan).slicing.slices_of(n) for n in schedule_of(plan, machines.count).layout.replicas]
         owned = [owner_ranks(task, plan, 0, of) for of in slices]
@@ -62,20 +62,20 @@ class Staged:
         found = []
         for stage in chosen:
             jobs = [_Job(task, plan, machines, rows, stage, depths, stages, rank) for rank in owned[stage]]
-            found.append(fullest_of([_of_stage(job) for job in jobs], slices[stage] * plan.tensor.ranks))
+            found.append(largest_of([_of_stage(job) for job in jobs], slices[stage] * plan.tensor.ranks))
         return found
 
-    def timed(self, task: TrainingTask, plan: Plan, machines: Machines, rows: int) -> list[Needs]:
+    def timed(self, task: TrainingTask, plan: Plan, machines: Machines, rows: int) -> list[RankCosts]:
         """The numbers of all stages, whole, from real steps."""
         first = schedule_of(plan, machines.count).layout.first_ranks
         refuse_too_large(task, plan, machines, rows)
-        return [needs_of(rehearse(task, plan, rank, machines.count, rows, machines, timed=True)) for rank in first]
+        return [rank_costs_of(rehearse(task, plan, rank, machines.count, rows, machines, timed=True)) for rank in first]
 
-    def times(self, needs: Sequence[Needs], plan: Plan, machines: Machines) -> Times:
+    def times(self, per_rank: Sequence[RankCosts], plan: Plan, machines: Machines) -> Times:
         """The time of all stages, simulated from their costs."""
-        causes, spans = _times(needs, plan, machines)
-        note = f"{len(needs)} of {plan.pipeline.stages} stages were rehearsed, the first and the last."
-        return Times(causes, spans, (note,) * (len(needs) < plan.pipeline.stages))
+        causes, spans = _times(per_rank, plan, machines)
+        note = f"{len(per_rank)} of {plan.pipeline.stages} stages were rehearsed, the first and the last."
+        return Times(causes, spans, (note,) * (len(per_rank) < plan.pipeline.stages))
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,19 +160,19 @@ def _probes(job: _Job) -> Iterator[tuple[Sequence[int], Stack]]:
         yield [few.get(c, 1) + (own.get(c) == depth) for c in every], Stack(path, depth)
 
 
-def _of_stage(job: _Job) -> Needs:
+def _of_stage(job: _Job) -> RankCosts:
     """A stage's numbers, from few blocks of its chunks and some of its microbatches."""
     if job.depths is None:
         numbers, last, exact = _of_microbatches(job, ())
-        return needs_from(numbers, last, exact)
+        return rank_costs_from(numbers, last, exact)
     probes = list(_probes(job))
     seen = [_of_microbatches(job, blocks) for blocks, _ in probes]
     numbers = deepen([stack for _, stack in probes[1:]], [one for one, _, _ in seen], FEW_OF_STAGE, 1)
-    found = needs_from(numbers, seen[-1][1], len(probes) == 1 and seen[-1][2])
+    found = rank_costs_from(numbers, seen[-1][1], len(probes) == 1 and seen[-1][2])
     return _placed(job, found) if job.is_short else found
 
 
-def _placed(job: _Job, found: Needs) -> Needs:
+def _placed(job: _Job, found: RankCosts) -> RankCosts:
     """The numbers under the stage's rank and chunks in the whole pipeline."""
     costs = {}
     for key, seconds in found.costs.items():
@@ -206,18 +206,18 @@ def _of_microbatches(job: _Job, blocks: Sequence[int]) -> tuple[Mapping[str, flo
 
 
 def _times(
-    needs: Sequence[Needs], plan: Plan, machines: Machines
+    per_rank: Sequence[RankCosts], plan: Plan, machines: Machines
 ) -> tuple[dict[str, float], tuple[tuple[Span, ...], ...]]:
     """Seconds of one step by cause, and the actions of each rank with their times."""
     pipeline = schedule_of(plan, machines.count)
     if pipeline.layout.uneven:
-        lists_of = replace(pipeline.narrow, loans=needs[0].last.pipeline.loans)
+        lists_of = replace(pipeline.narrow, loans=per_rank[0].last.pipeline.loans)
     else:  # data ranks of an even layout meet at reductions only
         layout = type(pipeline.layout).equal(plan.pipeline.stages, plan.pipeline.virtual_stages)
         lists_of = replace(pipeline, layout=layout)
-    costs = _costs(needs, lists_of, machines)
+    costs = _costs(per_rank, lists_of, machines)
     simulation = simulate(lists_of.stretch(STEADY), lists_of.layout, costs)
-    spent = [_spent(one, pipeline.layout.stage_of(one.rank), plan, costs, lists_of) for one in needs]
+    spent = [_spent(one, pipeline.layout.stage_of(one.rank), plan, costs, lists_of) for one in per_rank]
     causes = max(spent, key=lambda causes: causes["compute"] + causes["optimizer"] + causes["waits"])
     wire, waits = max(each["wire"] for each in spent), causes["waits"]
     overhead = max(each.pop("overhead") for each in spent)
@@ -227,7 +227,7 @@ def _times(
     return causes, spans if sum(map(len, spans)) <= MOST_SPANS else ()
 
 
-def _spent(one: Needs, stage: int, plan: Plan, costs: Costs, pipeline: PipelineSchedule) -> dict[str, float]:
+def _spent(one: RankCosts, stage: int, plan: Plan, costs: Costs, pipeline: PipelineSchedule) -> dict[str, float]:
     """Seconds of a stage in one step, by cause.
 
     "overhead" is the time outside of its actions; "waits" that of transfers in the forwards and backwards of every
@@ -239,11 +239,11 @@ def _spent(one: Needs, stage: int, plan: Plan, costs: Costs, pipeline: PipelineS
     chunks = pipeline.layout.chunks_of(stage)
     passes = sum(costs.forward[c] + costs.whole_backward(c, pipeline.splits_backward) for c in chunks)
     updates = sum(costs.update[c] for c in chunks) * (m // plan.microbatches_per_update)
-    waits = one.each_waits * m
+    waits = one.microbatch_waits * m
     return {
         "compute": m * passes + updates - waits - optimizer + overhead,
         "optimizer": optimizer,
-        "wire": max(0.0, wire - one.each_waits * few),
+        "wire": max(0.0, wire - one.microbatch_waits * few),
         "waits": waits,
         "overhead": overhead,
     }
@@ -254,16 +254,16 @@ def _step_seconds(simulation: Simulation, plan: Plan) -> float:
     return simulation.makespan if steady is None else steady.microbatch_seconds * plan.microbatches
 
 
-def _costs(needs: Sequence[Needs], pipeline: PipelineSchedule, machines: Machines) -> Costs:
+def _costs(per_rank: Sequence[RankCosts], pipeline: PipelineSchedule, machines: Machines) -> Costs:
     """The costs of each chunk in the rehearsed stages; other chunks cost as much as the one rehearsed before them."""
     layout = pipeline.layout
-    known = {key: seconds for one in needs for key, seconds in one.costs.items()}
+    known = {key: seconds for one in per_rank for key, seconds in one.costs.items()}
     seen = {int(key.rpartition("/")[2]) for key in known}
     like = [max(c for c in seen if c <= chunk) for chunk in range(layout.all_chunks)]
     per_chunk: dict[str, Any] = {name: tuple(known.get(f"{name}/{c}", 0.0) for c in like) for name in TIMES.values()}
-    sent, gathered = (max(message_bytes(one.last.wire, kinds) for one in needs) for kinds in (SENT, GATHERED))
+    sent, gathered = (max(message_bytes(one.last.wire, kinds) for one in per_rank) for kinds in (SENT, GATHERED))
     seconds = machines.wire_seconds("send", sent, layout.stages, machines.count // layout.stages) if sent else 0.0
-    seconds += machines.wire_seconds("gather", gathered, needs[0].last.plan.tensor.ranks)
+    seconds += machines.wire_seconds("gather", gathered, per_rank[0].last.plan.tensor.ranks)
     rate = sent / seconds if seconds else float("inf")
     halves = {name: per_chunk.pop(name) for name in ("input_gradient", "weight_gradient")}
     if any(map(any, halves.values())):

@@ -12,8 +12,8 @@ from typing import Any, Literal
 from zeroshard.doctor.hardware import Machines
 from zeroshard.plan import Plan
 from zeroshard.planner.choices import choices_of, schedule_of
-from zeroshard.planner.predict.needs import owner_ranks
 from zeroshard.planner.predict.predict import predict
+from zeroshard.planner.predict.rank_costs import owner_ranks
 from zeroshard.planner.predict.rehearse import TrainingTask, rehearse, states_of
 from zeroshard.planner.predict.result import MARGIN, Prediction
 from zeroshard.planner.predict.shallow import FEW

@@ -12,7 +12,7 @@ from zeroshard.schedule.simulate import TIMES, medians
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
+class RankCosts:
     """One rank's numbers, at the model's depth and the plan's microbatches.
 
     Attributes:
@@ -27,7 +27,7 @@ class Needs:
         costs: of a pipeline's stage, seconds by kind of action and chunk, such as "forward/3".
         actions: seconds of all rehearsed actions.
         waits: seconds of rehearsed forwards and backwards that are waits for transfers.
-        each_waits: those of one microbatch.
+        microbatch_waits: those of one microbatch.
         host_mean: mean bytes in host memory over the ranks of a slice group; None if equal on all.
     """
 
@@ -43,7 +43,7 @@ class Needs:
     costs: Mapping[str, float] = field(default_factory=dict)
     actions: float = 0.0
     waits: float = 0.0
-    each_waits: float = 0.0
+    microbatch_waits: float = 0.0
     host_mean: int | None = None
 
     @property
@@ -67,21 +67,21 @@ class Times:
     notes: tuple[str, ...] = ()
 
 
-def needs_of(
+def rank_costs_of(
     last: Rehearsed,
     seen: Sequence[Rehearsed] = (),
     stacks: Sequence[Stack] = (),
     more: int = 0,
     depths: tuple[int, int] = (FEW, 1),
-) -> Needs:
+) -> RankCosts:
     """A rank's numbers from rehearsals at few depths, with `more` microbatches than were rehearsed."""
     numbers = deepen(stacks, [numbers_of(one, more) for one in seen or [last]], *depths)
-    return needs_from(numbers, last, not stacks and not more)
+    return rank_costs_from(numbers, last, not stacks and not more)
 
 
-def needs_from(numbers: Mapping[str, float], last: Rehearsed, exact: bool) -> Needs:
-    """A rank's `Needs` from numbers as `numbers_of` gives them, extrapolated over depths and microbatches."""
-    return Needs(
+def rank_costs_from(numbers: Mapping[str, float], last: Rehearsed, exact: bool) -> RankCosts:
+    """A rank's `RankCosts` from numbers as `numbers_of` gives them, extrapolated over depths and microbatches."""
+    return RankCosts(
         last.rank,
         _highest(numbers),
         _whole(_part(numbers, "wire")),
@@ -94,13 +94,13 @@ def needs_from(numbers: Mapping[str, float], last: Rehearsed, exact: bool) -> Ne
         _part(numbers, "cost"),
         numbers["actions"],
         numbers["waits"],
-        numbers["each_waits"],
+        numbers["microbatch_waits"],
     )
 
 
 def numbers_of(one: Rehearsed, more: int) -> dict[str, float]:
     """All numbers of a rehearsal with `more` further microbatches, in one mapping to extrapolate."""
-    each = one.each
+    each = one.per_microbatch
     numbers = memory_numbers(one, one.plan.microbatches + more)
     for purpose, (_, nbytes, _) in one.wire.items():
         numbers[f"wire/{purpose}"] = nbytes + (more * each.wire.get(purpose, 0) if each and more else 0)
@@ -110,7 +110,7 @@ def numbers_of(one: Rehearsed, more: int) -> dict[str, float]:
     numbers |= {f"cost/{TIMES[kind]}/{c}": s for (kind, c), s in medians([one.spans]).items() if kind in TIMES if s}
     actions = sum(end - start for _, start, end in one.spans)
     kept = {"snapshot": one.sizes[0], "disk": one.disk_nbytes}
-    return {**numbers, **kept, "actions": actions, "waits": one.waits[0], "each_waits": one.waits[1]}
+    return {**numbers, **kept, "actions": actions, "waits": one.waits[0], "microbatch_waits": one.waits[1]}
 
 
 def memory_numbers(one: Rehearsed, microbatches: int) -> dict[str, float]:
@@ -151,16 +151,16 @@ def owner_ranks(task: TrainingTask, plan: Plan, first: int, slices: int) -> list
     return [first + number * split + place for number in chosen for place in range(min(split, FEW_RANKS))]
 
 
-def fullest_of(needs: Sequence[Needs], ranks: int) -> Needs:
+def largest_of(per_rank: Sequence[RankCosts], ranks: int) -> RankCosts:
     """The numbers of the rank with the most bytes, with the time of the slowest.
 
     Args:
         ranks: of one stage and one slice group, over which bytes in host memory are averaged.
     """
-    fullest = max(needs, key=lambda one: sum(one.memory.values()))
-    slowest = max(needs, key=lambda one: sum(one.spent.values()))
-    if len(needs) == 1:
+    fullest = max(per_rank, key=lambda one: sum(one.memory.values()))
+    slowest = max(per_rank, key=lambda one: sum(one.spent.values()))
+    if len(per_rank) == 1:
         return fullest
-    on_host = [one.on_host for one in needs]
-    mean = -(-(sum(on_host) + (ranks - len(needs)) * on_host[-1]) // ranks)
+    on_host = [one.on_host for one in per_rank]
+    mean = -(-(sum(on_host) + (ranks - len(per_rank)) * on_host[-1]) // ranks)
     return replace(fullest, spent=slowest.spent, host_mean=mean)
