@@ -132,6 +132,7 @@ class TestRegistered:
     def test_registered_in_its_size_while_it_lives(self, monkeypatch: pytest.MonkeyPatch) -> None:
         runtime = FakeRuntime()
         monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
         memory = HostMemory(Ledger(), torch.device("cuda"))
         slab = memory.slab(3 * PAGE + 1, torch.uint8, STATES, "m")
         part = slab[1:]

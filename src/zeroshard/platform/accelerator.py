@@ -10,8 +10,7 @@ This module imports only errors from zeroshard, and no other module names a devi
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -161,7 +160,7 @@ def page_locked(numel: int, dtype: torch.dtype, device: torch.device) -> torch.T
 
 
 def register(device: torch.device, address: int, nbytes: int) -> Callable[[], object]:
-    """Page-lock existing memory of whole pages; returns the function that unlocks it.
+    """Page-lock existing memory of whole pages; returns the function that unlocks it, once no copy uses it.
 
     Raises:
         OffloadError: the driver refuses, or torch has no call for it (so far it has on CUDA and ROCm).
@@ -173,7 +172,13 @@ def register(device: torch.device, address: int, nbytes: int) -> Callable[[], ob
     if code:
         found = f"{built_for() or device.type} does not register {nbytes:,} bytes of host memory (cudaError {code})"
         raise OffloadError(f"{found}; offload less, or raise the limit of locked memory.")
-    return partial(runtime.cudaHostUnregister, address)
+
+    def unlock() -> None:
+        with suppress(RuntimeError):  # of a device that has failed
+            synchronize(device)  # a copy is under way where its owner was dropped without a wait
+        runtime.cudaHostUnregister(address)
+
+    return unlock
 
 
 def total_memory(device: torch.device) -> int | None:
