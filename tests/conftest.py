@@ -17,6 +17,8 @@ from pool import Pool, free_port
 from selection import selected
 
 torch.set_num_threads(1)
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes would compile the package anew,
+sys.dont_write_bytecode = False  # and this one its tests
 adam_as_in_engines()
 _POOL = Pool()
 _WIDE = Pool(8, (6, 8), apart=0)

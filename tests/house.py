@@ -1,6 +1,7 @@
 """The source as the tests of the house read it: modules, definitions and imports."""
 
 import ast
+import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -8,6 +9,8 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "zeroshard"
 Findings = Iterator[tuple[str, str]]
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+Defined = tuple[str, Function | ast.ClassDef, list[ast.AST]]  # dotted name, and the definitions around it
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,11 @@ class Module:
         """All nodes of the tree."""
         return list(ast.walk(self.tree))
 
+    @cached_property
+    def definitions(self) -> list[Defined]:
+        """Every function and class, outermost first."""
+        return list(_inside(self.tree, self.name, []))
+
     @property
     def part(self) -> str:
         """The part of the house: the first word of the name."""
@@ -35,30 +43,25 @@ class Module:
 
 @cache
 def house() -> list[Module]:
+    """All modules of the package, which garbage collections leave out: their trees have half a million nodes."""
     modules = []
+    gc.disable()
     for path in sorted(SOURCE.rglob("*.py")):
         words = path.relative_to(SOURCE).with_suffix("").parts
         modules.append(Module.parse(".".join(words[:-1] if words[-1] == "__init__" else words), path.read_text()))
+        _ = modules[-1].nodes, modules[-1].definitions
+    gc.freeze()
+    gc.enable()
     return modules
 
 
-Function = ast.FunctionDef | ast.AsyncFunctionDef
-
-
-def definitions(module: Module) -> Iterator[tuple[str, Function | ast.ClassDef, list[ast.AST]]]:
-    """Every function and class with its dotted name and what it stands in, outermost first."""
-
-    def inside(
-        node: ast.AST, name: str, above: list[ast.AST]
-    ) -> Iterator[tuple[str, Function | ast.ClassDef, list[ast.AST]]]:
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, (Function, ast.ClassDef)):
-                yield f"{name}.{child.name}", child, above
-                yield from inside(child, f"{name}.{child.name}", [*above, child])
-            else:
-                yield from inside(child, name, above)
-
-    return inside(module.tree, module.name, [])
+def _inside(node: ast.AST, name: str, above: list[ast.AST]) -> Iterator[Defined]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (Function, ast.ClassDef)):
+            yield f"{name}.{child.name}", child, above
+            yield from _inside(child, f"{name}.{child.name}", [*above, child])
+        elif not isinstance(child, ast.expr):
+            yield from _inside(child, name, above)
 
 
 def last_word(node: ast.AST) -> str:

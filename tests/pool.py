@@ -150,18 +150,22 @@ def _free_ended() -> None:
                 del _ENDED[place]
 
 
-def _start_groups_afresh(kept: set[Any], number: int) -> None:
-    """End the groups that the last test made, and let torch name new ones alike on all workers and unlike before.
+class _Names(dict[Any, str]):
+    """Names of torch's groups. It names a group of some of the ranks by how many there are: those, and `more`."""
 
-    It names the groups of some of the ranks by how many groups there are, which differs between workers.
-    """
+    more = 0
+
+    def __len__(self) -> int:
+        return super().__len__() + self.more
+
+
+def _start_groups_afresh(names: _Names, kept: set[Any], number: int) -> None:
+    """End the groups that the last test made, and let torch name new ones alike on all workers and unlike before."""
     import torch.distributed as dist
 
     from zeroshard.comm import process_groups as leases
 
-    names = dist.distributed_c10d._world.pg_names
-    most = max(len(names), 100 + 20 * number)
-    for group in [group for group in names if isinstance(group, dist.ProcessGroup) and group not in kept]:
+    for group in [group for group in names if group not in kept]:
         dist.destroy_process_group(group)
         _ENDED.append(group)
     for lease in [lease for lease, groups in leases._GROUPS.items() if not any(map(leases.is_open, groups))]:
@@ -169,8 +173,7 @@ def _start_groups_afresh(kept: set[Any], number: int) -> None:
     if len(_ENDED) > MANY:
         gc.collect()  # engines of past tests, which hold their meshes in rings
         gc.freeze()  # what is left are imports, which the next collection need not look through
-    while len(names) < most:
-        names[object()] = f"filler {len(names)}"
+    names.more += max(0, 100 + 20 * number - len(names))  # workers are in groups of different numbers
 
 
 def _share_a_device() -> None:
@@ -203,11 +206,12 @@ def _work(place: tuple[int, int, tuple[int, ...], int], pipe: Any, path: list[st
     adam_as_in_engines()
     _share_a_device()
     torch.manual_seed(1000 + rank)  # tests that need equal random numbers on all ranks must ask for them
+    names = dist.distributed_c10d._pg_names = _Names()
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
     meshes = {1: Mesh(timeout=TIMEOUT)}
     for size in sizes:
         meshes[size] = mesh_of(list(range(size)), torch.device("cpu"), TIMEOUT)
-    kept = set(dist.distributed_c10d._world.pg_names)
+    kept = set(names)
     threading.Thread(target=_free_ended, name="free groups", daemon=True).start()
     gc.freeze()  # what is imported is not looked through again and again
     pipe.send("ready")
@@ -216,7 +220,7 @@ def _work(place: tuple[int, int, tuple[int, ...], int], pipe: Any, path: list[st
             number, module, name, ranks, args = pipe.recv()
         except EOFError:
             return
-        _start_groups_afresh(kept, number)
+        _start_groups_afresh(names, kept, number)
         try:
             target: Any = importlib.import_module(module)
             for part in name.split("."):

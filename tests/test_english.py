@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 
 import pytest
-from house import SOURCE, Findings, Function, Module, definitions, house
+from house import SOURCE, Findings, Function, Module, house
 
 UNUSED_WORDS = (  # private words, or words of two meanings, which name nothing in the source
     *("below", "home", "pulse", "nursery", "company", "words", "really", "here", "lane", "lanes", "nobody"),
@@ -94,7 +94,7 @@ PRIVATE_WORDS = {  # words of a name that only its author can expand, of which s
 
 def docstrings(module: Module) -> Iterator[tuple[str, str]]:
     """Each docstring with the name of its module, class or function, its lines joined."""
-    for name, node in [(module.name, module.tree), *((name, node) for name, node, _ in definitions(module))]:
+    for name, node in [(module.name, module.tree), *((name, node) for name, node, _ in module.definitions)]:
         if text := ast.get_docstring(node):
             yield name, " ".join(text.split("\n\n")[0].split())
 

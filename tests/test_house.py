@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 
 import pytest
-from house import SOURCE, Findings, Function, Module, definitions, house, imports, last_word
+from house import SOURCE, Findings, Function, Module, house, imports, last_word
 
 FILE_LINES, FUNCTION_LINES, PARAMETERS = 500, 60, 8
 FLOORS = {
@@ -64,7 +64,7 @@ def long_files(module: Module) -> Findings:
 
 
 def long_functions(module: Module) -> Findings:
-    for name, node, _ in definitions(module):
+    for name, node, _ in module.definitions:
         first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
         lines = (node.end_lineno or first) - first + 1
         if isinstance(node, Function) and lines > FUNCTION_LINES:
@@ -72,7 +72,7 @@ def long_functions(module: Module) -> Findings:
 
 
 def wide_signatures(module: Module) -> Findings:
-    for name, node, above in definitions(module):
+    for name, node, above in module.definitions:
         if isinstance(node, Function):
             a = node.args
             arguments = [*a.posonlyargs, *a.args, *a.kwonlyargs, *filter(None, (a.vararg, a.kwarg))]
@@ -105,7 +105,7 @@ def taken_apart(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 def missing_docstrings(module: Module) -> Findings:
     if module.text.strip() and ast.get_docstring(module.tree) is None:
         yield module.name or "zeroshard", "no docstring"
-    for name, node, above in definitions(module):
+    for name, node, above in module.definitions:
         names = [n.name for n in (*above, node) if isinstance(n, (Function, ast.ClassDef))]
         private = any(n.startswith("_") for n in names) or any(isinstance(n, Function) for n in above)
         overload = any(isinstance(d, ast.Name) and d.id in ("overload", "override") for d in node.decorator_list)
@@ -295,7 +295,7 @@ def takes_any_number() -> set[str]:
     """Names of functions and classes that take any number of positional arguments, in every definition."""
     found: dict[str, bool] = {}
     for module in house():
-        for _, node, above in definitions(module):
+        for _, node, above in module.definitions:
             if isinstance(node, Function):
                 holder = above[-1] if above else None
                 name = holder.name if isinstance(holder, ast.ClassDef) and node.name == "__init__" else node.name
@@ -327,7 +327,7 @@ def unlike(written: ast.Tuple) -> bool:
 
 def star_tuples(module: Module, variadic: set[str]) -> Findings:
     """Calls that take a tuple of unlike things apart into parameters, so that no reader sees which is which."""
-    for name, function, _ in definitions(module):
+    for name, function, _ in module.definitions:
         if not isinstance(function, Function):
             continue
         mixed = {bound for bound, written in tuples_of(function) if unlike(written)}
@@ -519,7 +519,7 @@ def size_of(node: ast.ClassDef) -> tuple[int, int]:
 def test_no_two_classes_have_one_name() -> None:
     places: dict[str, list[str]] = {}
     for module in house():
-        for name, node, _ in definitions(module):
+        for name, node, _ in module.definitions:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places.setdefault(node.name, []).append(name)
     assert len(places) > 200
@@ -530,7 +530,7 @@ PROPERTIES = ("property", "setter")
 
 
 def test_classes_are_small() -> None:
-    sizes = {name: size_of(node) for module in house() for name, node, _ in definitions(module)
+    sizes = {name: size_of(node) for module in house() for name, node, _ in module.definitions
              if isinstance(node, ast.ClassDef)}  # fmt: skip
     large = {name for name, (attributes, methods) in sizes.items() if attributes > ATTRIBUTES or methods > METHODS}
     excepted = RECORDS | LARGE.keys()

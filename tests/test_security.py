@@ -4,11 +4,11 @@ import ast
 import os
 import re
 import stat
-from functools import cache
 from pathlib import Path
 
 import psutil
 import pytest
+from house import house, imports, last_word
 
 from zeroshard.comm.heartbeat import Heartbeat
 from zeroshard.memory.disk import _nameless
@@ -16,46 +16,44 @@ from zeroshard.platform.shared_memory import offer
 from zeroshard.supervisor.node_coordination import keep_store
 
 ROOT = Path(__file__).parents[1]
-SOURCE = sorted((ROOT / "src" / "zeroshard").rglob("*.py"))
 PAGE = (ROOT / "SECURITY.md").read_text()
 UNPICKLERS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 
 
-@cache
-def calls() -> list[tuple[str, str, ast.Call]]:
-    """(file, dotted name, call) of every call in the source."""
+def calls(*names: str) -> list[tuple[str, ast.Call]]:
+    """(module, call) of every call in the source whose function ends with one of the names."""
     return [
-        (path.relative_to(ROOT / "src" / "zeroshard").as_posix(), ast.unparse(node.func), node)
-        for path in SOURCE
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Call)
+        (module.name, node)
+        for module in house()
+        for node in module.nodes
+        if isinstance(node, ast.Call) and last_word(node.func) in names
     ]
 
 
 def test_nothing_unpickles_and_no_text_is_run() -> None:
-    for path in SOURCE:
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            assert not {name.partition(".")[0] for name in names} & UNPICKLERS, path
-    every = calls()
-    assert not [(file, name) for file, name, _ in every if name in ("eval", "exec")]
-    objects = [
-        (file, name) for file, name, _ in every if re.search(r"(all_gather|broadcast|gather|scatter)_object", name)
-    ]
+    for module in house():
+        assert not {name.partition(".")[0] for name in imports(module)} & UNPICKLERS, module.name
+    assert not [module for module, call in calls("eval", "exec") if isinstance(call.func, ast.Name)]
+    names = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
+    objects = calls(*names, "send_object_list", "recv_object_list")
     assert not objects, "these pickle what ranks tell each other"
-    loads = [(file, node) for file, name, node in every if name == "torch.load"]
-    assert [file for file, _ in loads] == ["interop/inert_pickle.py"]
+    loads = [(module, call) for module, call in calls("load") if ast.unparse(call.func) == "torch.load"]
+    assert [module for module, _ in loads] == ["interop.inert_pickle"]
     assert {k.arg: ast.literal_eval(k.value) for k in loads[0][1].keywords}["weights_only"] is True
 
 
 def test_no_code_beside_a_configuration_is_run() -> None:
-    trusts = [k.value for _, _, node in calls() for k in node.keywords if k.arg == "trust_remote_code"]
+    trusts = [
+        node.value
+        for module in house()
+        for node in module.nodes
+        if isinstance(node, ast.keyword) and node.arg == "trust_remote_code"
+    ]
     assert len(trusts) >= 2 and not any(ast.literal_eval(value) for value in trusts)
 
 
 def test_variables_are_on_the_page() -> None:
-    used = {name for path in SOURCE for name in re.findall(r'"(ZEROSHARD_[A-Z]+)"', path.read_text())}
+    used = {name for module in house() for name in re.findall(r'"(ZEROSHARD_[A-Z]+)"', module.text)}
     assert used and used <= set(re.findall(r"ZEROSHARD_[A-Z]+", PAGE))
 
 

@@ -11,7 +11,7 @@ from promises.stacks import Stack, numel_of_block, rows
 
 import zeroshard as zs
 
-STAGES, STEPS = 4, 3
+STAGES, STEPS, MICROBATCHES = 4, 2, 4  # which fill the pipeline
 INNER = (64, 256)
 SCHEDULES = ("1f1b", "pipedream", "2bw")
 
@@ -19,17 +19,17 @@ SCHEDULES = ("1f1b", "pipedream", "2bw")
 def per_parameter(mesh: zs.Mesh, schedule: Any) -> float:
     """The most bytes in steps of the pipeline once it is full, for each parameter of this stage."""
     pipeline = zs.Pipeline(STAGES, schedule=schedule, balance="parameters")
-    plan = zs.Plan(zero=0, transport="network", pipeline_parallel=pipeline, microbatches=8, recompute="off")
+    plan = zs.Plan(zero=0, transport="network", pipeline_parallel=pipeline, microbatches=MICROBATCHES, recompute="off")
     most = []
     for inner in INNER:
         with Alive() as alive:
             model = Stack(2 * STAGES, inner=inner)
             engine = zs.Engine(model, partial(torch.optim.SGD, lr=1e-3), plan, mesh=mesh, example=rows(1))
             for _ in range(STEPS):
-                engine.train_step(rows(8))
+                engine.train_step(rows(MICROBATCHES))
             alive.restart()
             for _ in range(STEPS):
-                engine.train_step(rows(8))
+                engine.train_step(rows(MICROBATCHES))
             engine.flush()
             most.append(alive.most)
     return (most[1] - most[0]) / 2 / (numel_of_block(inner=INNER[1]) - numel_of_block(inner=INNER[0]))
