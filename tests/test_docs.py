@@ -21,7 +21,7 @@ from zeroshard.cli.export import ExportOptions
 from zeroshard.cli.launch import CLUSTERS
 from zeroshard.cli.main import ReportOptions
 from zeroshard.cli.partition import PartitionOptions
-from zeroshard.cli.plan import PlanOptions
+from zeroshard.cli.plan_options import PlanOptions
 from zeroshard.cli.profile import ProfileOptions
 from zeroshard.cli.reproduce import ReproduceOptions
 from zeroshard.cli.run import RunOptions

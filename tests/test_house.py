@@ -436,7 +436,7 @@ TECHNIQUES = (  # words of techniques, and of the attributes that hold their obj
     r"|late\b|saver|gatherer|lower\b|splits|scaler|scales_loss|sliced|copied|loan|borrow|lend|shard_group|recompute"
 )
 RECORDS = {  # options of a command or a file, and what is written down: as many fields as there are facts
-    *("plan.Plan", "cli.plan.PlanOptions", "cli.simulate.SimulateOptions", "train.config.TrainConfig"),
+    *("plan.Plan", "cli.plan_options.PlanOptions", "cli.simulate.SimulateOptions", "train.config.TrainConfig"),
     *("doctor.facts.Facts", "doctor.profile.MachineProfile", "planner.predict.result.Prediction"),
     "planner.predict.rehearse.Rehearsed",
 }

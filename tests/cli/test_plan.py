@@ -1,6 +1,10 @@
 """`zeroshard plan` as a person calls it."""
 
+import ast
 import json
+import os
+import subprocess
+import sys
 import tomllib
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,7 +16,8 @@ from predictions import GIB, later, piped, prediction, refusal
 from rich.console import Console
 
 from zeroshard.cli import plan as plan_command
-from zeroshard.cli.plan import PlanOptions, described_machines, described_task, run_plan
+from zeroshard.cli.plan import described_task, run_plan
+from zeroshard.cli.plan_options import PlanOptions, described_machines, read_question
 from zeroshard.errors import ConfigError, ModelError, PlanError, ReportError, ZeroshardError
 from zeroshard.plan import Plan
 from zeroshard.planner.predict.result import Found, Refusal
@@ -54,6 +59,11 @@ def fails():
     raise KeyError("what")
 
 number = 3
+made = nn.Linear(1, 1)
+
+class Wide(nn.Module):
+    def __init__(self, width):
+        super().__init__()
 """
 BEST = (
     prediction(Plan(zero=3, precision="bf16", microbatches=2, clip_norm=1.0)),
@@ -88,7 +98,7 @@ def read(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
     def run(*words: str, found: Found = FOUND) -> str:
         monkeypatch.setattr(plan_command, "search", lambda *_, **__: found)
-        run_plan([*ON_A100, *words], {})
+        run_plan(*read_question([*ON_A100, *words], {}))
         return capsys.readouterr().out
 
     return run
@@ -230,7 +240,7 @@ def test_a_page_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
 
 def test_a_plan_of_an_own_model_is_found_by_rehearsal(mine: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--model", f"{mine}:Net", "--batch-of", f"{mine}:batch", "--gpu", "A100-80", "--global-batch", "1"]
-    run_plan([*words, "--json", "--out", "own.toml"], {})
+    run_plan(*read_question([*words, "--json", "--out", "own.toml"], {}))
     (found,) = json.loads(capsys.readouterr().out)["plans"]
     parameters = 64 * 256 + 256 + 256 + 1
     assert found["fits"] and found["memory"]["parameters"] >= 4 * parameters
@@ -252,9 +262,10 @@ def test_an_own_language_model_needs_no_batches(mine: str) -> None:
         ("three", "returned int; it must return an nn.Module"),
         ("fails", "KeyError: 'what'"),
         ("asks", "it must build the model without asking for values"),
-        ("number", "is int; it must be a function"),
+        ("number", "is int; it must be a class or a function"),
         ("nothing", "has no attribute 'nothing'"),
-        ("Net", "a Net, whose batches are not known; .* --batch-of"),
+        ("Wide", "needs the arguments width; name a function without"),
+        ("made", "is a module that is already made"),
     ],
 )
 def test_own_models_that_cannot_be(mine: str, function: str, complaint: str) -> None:
@@ -262,8 +273,46 @@ def test_own_models_that_cannot_be(mine: str, function: str, complaint: str) -> 
         described_task(PlanOptions(model=f"{mine}:{function}"), 1)
 
 
+def test_a_file_is_a_model_and_its_batches(mine: str) -> None:
+    batch = MINE.partition("    return net\n")[2].partition("def gpt")[0]
+    Path("one.py").write_text(MINE.partition("def asks")[0] + batch)
+    for spelt in ("one.py", "one.py:Net", "one:Net", "./one.py"):
+        task, _ = described_task(PlanOptions(model=spelt, global_batch=2), 1)
+        assert {name: tuple(part.shape) for name, part in task.batch(3).items()} == {"x": (3, 64), "y": (3, 1)}
+        assert sum(p.numel() for p in task.build().parameters()) == 64 * 256 + 256 + 256 + 1
+    Path("alone.py").write_text("from torch import nn\n\ndef model():\n    return nn.Linear(1, 1)\n")
+    with pytest.raises(ModelError, match=r"a Linear, whose batches are not known; .* --batch-of alone.py:batch"):
+        described_task(PlanOptions(model="alone.py"), 1)
+
+
+def test_questions_are_refused_before_torch_is_imported(tmp_path: Path) -> None:
+    Path("net.py").write_text("class Net: ...")
+    asked = (
+        ("--model llama-7b", "--model llama-7b names no model; the sizes are tiny"),
+        ("--model net", "did you mean net.py?"),
+        ("--model net.py:Nett", "did you mean Net? It defines Net"),
+        ("--gpu a100", "did you mean A100-40 or"),
+        ("--gpu A100-80 --out missing/plan.toml", "missing/plan.toml cannot be written"),
+        ("--gpus 0", "--gpus is 0"),
+        ("", "was not measured"),
+    )
+    code = (
+        "import sys\nfrom zeroshard.cli.main import main\nimport contextlib, io\n"
+        "for words in eval(sys.argv[1]):\n    said = io.StringIO()\n"
+        "    with contextlib.redirect_stderr(said), contextlib.suppress(SystemExit):\n"
+        "        main(['plan', *words.split()])\n"
+        "    print(ascii(said.getvalue()))\n    assert 'torch' not in sys.modules, words\n"
+    )
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    words = [sys.executable, "-c", code, repr([words for words, _ in asked])]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for line, (_, complaint) in zip(done.stdout.splitlines(), asked, strict=True):
+        assert complaint in ast.literal_eval(line)
+
+
 def test_a_module_that_is_not_there() -> None:
-    with pytest.raises(ModelError, match=r"nowhere:model cannot be imported .* module:function"):
+    with pytest.raises(ModelError, match=r"nowhere:model cannot be imported: .*package.module:function"):
         described_task(PlanOptions(model="nowhere:model"), 1)
 
 
@@ -332,7 +381,7 @@ def test_first_estimates_are_shown_apart_from_the_result(
         return Found(BEST, REFUSED, 42, 3.2)
 
     monkeypatch.setattr(plan_command, "search", searched)
-    run_plan([*ON_A100, "--json"], {})
+    run_plan(*read_question([*ON_A100, "--json"], {}))
     assert "First estimates, best first; every plan is rehearsed now" in map(str.strip, lines)
     assert any(line.startswith("1  zero 3") and line.rstrip().endswith("estimate") for line in lines)
     assert len(json.loads(capsys.readouterr().out)["plans"]) == 3
@@ -358,13 +407,13 @@ def test_explain_beyond_what_fits(read: Callable[..., str]) -> None:
 def test_ranks_in_a_layer_are_those_of_all_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Plan] = []
     monkeypatch.setattr(plan_command, "search", lambda task, machines, base, *_, **__: asked.append(base) or FOUND)
-    run_plan([*ON_A100, "--tensor-parallel", "4"], {})
+    run_plan(*read_question([*ON_A100, "--tensor-parallel", "4"], {}))
     assert asked[0].tensor.ranks == 4
 
 
 def test_a_batch_of_is_for_own_models() -> None:
     with pytest.raises(ConfigError, match="tiny makes its own"):
-        described_task(PlanOptions(batch_of="mine:batch"), 1)
+        read_question(["--batch-of", "mine:batch"], {})
 
 
 def test_the_largest_model_under_each_plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -377,7 +426,9 @@ def test_the_largest_model_under_each_plan(monkeypatch: pytest.MonkeyPatch, caps
     ]
     asked: list[Any] = []
     monkeypatch.setattr(plan_command, "largest_table", lambda *given, **_: asked.append(given) or found)
-    run_plan([*ON_A100, "--largest", "--global-batch", "16", "--sequence", "512", "--precision", "fp16"], {})
+    run_plan(
+        *read_question([*ON_A100, "--largest", "--global-batch", "16", "--sequence", "512", "--precision", "fp16"], {})
+    )
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "The largest GPT on 8 x A100-80 (80.00 GiB), 2 rows of 512 tokens per device"
     row = next(line for line in lines if line.startswith("zero 3"))
@@ -386,16 +437,16 @@ def test_the_largest_model_under_each_plan(monkeypatch: pytest.MonkeyPatch, caps
     (machines, rows, sequence, plans), *_ = asked
     assert (machines.count, rows, sequence) == (8, 2, 512)
     assert [(plan.zero, plan.precision, plan.microbatches) for plan in plans] == [(z, "fp16", 2) for z in range(4)]
-    run_plan([*ON_A100, "--largest", "--json"], {})
+    run_plan(*read_question([*ON_A100, "--largest", "--json"], {}))
     first, second = json.loads(capsys.readouterr().out)
     assert first["member"]["parameters"] == 7_460_000_000 and second["member"] is None
 
 
 @pytest.mark.parametrize("option", ["--ranks", "--gpus"])
 def test_formulas_are_those_of_the_paper(option: str, capsys: pytest.CaptureFixture[str]) -> None:
-    run_plan(["--params", "7.5e9", option, "64", "--json"], {})
+    run_plan(*read_question(["--params", "7.5e9", option, "64", "--json"], {}))
     found = [row["model_state_bytes"] for row in json.loads(capsys.readouterr().out)]
     assert found == [round(state_bytes(7_500_000_000, 64, zero).total) for zero in range(4)]
     assert [f"{nbytes / 1e9:.2f}" for nbytes in found] == ["120.00", "31.41", "16.64", "1.88"]
-    run_plan(["--params", "7.5e9", option, "64"], {})
+    run_plan(*read_question(["--params", "7.5e9", option, "64"], {}))
     assert "31.41" in capsys.readouterr().out

@@ -64,8 +64,8 @@ def test_a_built_in_size_is_narrowed_and_equal(capsys: pytest.CaptureFixture[str
 
 def test_a_model_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
     Path("verified_net.py").write_text(MODULE)
-    words = ["--batch-of", "verified_net:batch", "--loss-of", "verified_net:loss", "--microbatches", "2", *ONE]
-    found = json.loads(run(capsys, "--model", "verified_net:Net", "--json", *words))
+    words = ["--batch-of", "verified_net.py:batch", "--loss-of", "verified_net:loss", "--microbatches", "2", *ONE]
+    found = json.loads(run(capsys, "--model", "verified_net.py:Net", "--json", *words[2:]))
     assert found["ok"] and found["first"] is None and found["notes"] == []
     assert {row["what"] for row in found["table"]} >= {"losses", "gradients", "updates"}
     words += ["--optimizer-of", "verified_net:sgd", "--rows", "4"]
@@ -93,6 +93,8 @@ def test_a_difference_is_exit_code_1(capsys: pytest.CaptureFixture[str], monkeyp
 
 @pytest.mark.parametrize("words, message", [
     (("--model", "net:Net"), "name a function that makes them: --batch-of net:batch"),
+    (("--model", "net.py"), "name a function that makes them: --batch-of net.py:batch"),
+    (("--model", "net.py:Nett"), "net.py has no attribute 'Nett'; did you mean Net? It defines Net"),
     (("--model", "tiny", "--batch-of", "net:batch"), "tiny makes its own; leave it out"),
     (("--rows", "0"), "rows is 0; it must be 1 or more"),
     (("--model", "nowhere"), "--model nowhere names no model"),
@@ -100,6 +102,7 @@ def test_a_difference_is_exit_code_1(capsys: pytest.CaptureFixture[str], monkeyp
     (("--pp", "2", "--pipeline-parallel.schedule", "2bw", "--microbatches", "2"), "--pipeline-parallel.schedule 1f1b"),
 ])  # fmt: skip
 def test_mistakes(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str) -> None:
+    Path("net.py").write_text("class Net: ...")
     with pytest.raises(SystemExit) as ended:
         run(capsys, *words)
     assert ended.value.code == 2 and message in capsys.readouterr().err

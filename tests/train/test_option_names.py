@@ -78,7 +78,7 @@ def test_a_dense_model_is_told_how_it_gets_experts() -> None:
     text = said_by(ExpertTechnique(ExpertParallel(2))._check, [], torch.nn.Linear(2, 2))
     assert "--expert-parallel 2 is for models" in in_options(text, TrainConfig, [])
     assert "Let --experts N make some; or leave --ep out." in in_options(text, TrainConfig, ["--ep", "2"])
-    assert "Give a model that has some (--model module:function)" in in_options(text, VerificationOptions, [])
+    assert "Give a model that has some (--model mine.py:function)" in in_options(text, VerificationOptions, [])
 
 
 def test_numbers_that_suit_heads_and_features_are_advised() -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import pytest
 
-from zeroshard.cli.plan import PlanOptions
+from zeroshard.cli.plan_options import PlanOptions
 from zeroshard.errors import ConfigError
 from zeroshard.plan import GROUPS, RENAMED, Plan
 from zeroshard.train.config import TrainConfig

@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
@@ -42,11 +43,12 @@ OPTIONS = {  # option classes whose names replace settings in error messages
     "train": "zeroshard.train.config:TrainConfig",
     "verify": "zeroshard.cli.verify:VerificationOptions",
     "simulate": "zeroshard.cli.simulate:SimulateOptions",
-    "plan": "zeroshard.cli.plan:PlanOptions",
+    "plan": "zeroshard.cli.plan_options:PlanOptions",
     "partition": "zeroshard.cli.partition:PartitionOptions",
     "profile": "zeroshard.cli.profile:ProfileOptions",
     "doctor": "zeroshard.cli.doctor:DoctorOptions",
 }
+WITH_MODEL = ("train", "plan", "verify", "profile")
 AGAIN = "ZEROSHARD_AGAIN"  # variable with the command that resumes a run, for the started ranks
 
 
@@ -92,9 +94,27 @@ def _command(argv: list[str]) -> None:
         way_out = f"did you mean {near[0]}? The" if near else "the"
         _fail(ConfigError(f"There is no command {argv[0]!r}; {way_out} commands are {', '.join(commands)}."))
     try:
+        _check_model(argv)
         commands[argv[0]](argv[1:])
     except ZeroshardError as error:
         _fail(error, argv)
+
+
+def _check_model(argv: Sequence[str]) -> None:
+    """Refuse a `--model` that names nothing, before the command loads torch.
+
+    Raises:
+        ModelError: as `model_named`.
+    """
+    words = list(argv[1 : argv.index("--")] if "--" in argv else argv[1:])
+    if argv[0] not in WITH_MODEL or any(word in ("-h", "--help", "--help-all") for word in words):
+        return
+    for word, following in pairwise([*words, ""]):
+        option, equals, value = word.partition("=")
+        if option == "--model" and (value or following):
+            from zeroshard.train.named_models import model_named
+
+            model_named(value if equals else following)
 
 
 def _train(argv: list[str]) -> None:
@@ -170,9 +190,12 @@ def _reproduce(argv: list[str]) -> None:
 
 
 def _plan(argv: list[str]) -> None:
-    from zeroshard.cli.plan import run_plan
+    from zeroshard.cli.plan_options import read_question
 
-    run_plan(argv, os.environ)
+    question = read_question(argv, os.environ)
+    from zeroshard.cli.plan import run_plan  # which loads torch
+
+    run_plan(*question)
 
 
 def _verify(argv: list[str]) -> None:

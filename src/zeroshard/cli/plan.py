@@ -5,18 +5,18 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import tomli_w
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from zeroshard.cli.plan_options import PlanOptions
 from zeroshard.doctor.hardware import Machines
-from zeroshard.doctor.profile import MachineProfile, default_path
 from zeroshard.errors import ConfigError
 from zeroshard.plan import Plan
 from zeroshard.planner.predict.predict import predict
@@ -40,158 +40,31 @@ from zeroshard.report.plan_text import (
 )
 from zeroshard.tensor.find.explain import ExplainedLayer, explain, explain_sequences
 from zeroshard.tensor.find.layers import find
-from zeroshard.text import parse_bytes
-from zeroshard.train.config import OptimizerName, TrainConfig
+from zeroshard.train.config import TrainConfig
 from zeroshard.train.family import SOURCE, default_plans, largest_table
 from zeroshard.train.option_values import NONE
-from zeroshard.train.options import parse
 from zeroshard.train.sizes import SIZES
 from zeroshard.train.task import language_task, own_task
 from zeroshard.zero.byte_formulas import state_bytes
 
-THIS_MACHINE, MODEL = "this machine", "tiny"
 FILE_COLUMNS = 120
 WIDEST = 120  # of a picture
 BETWEEN_LINES = 10.0  # seconds, without a terminal
 ROWS, SEQUENCE = 4, 1024  # rows per device; tokens for a model without a context length
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlanOptions:
-    """Look for plans that fit and are fast, before anything runs: the engine itself is rehearsed under each of them."""
-
-    ELSEWHERE: ClassVar[Mapping[str, tuple[str, str]]] = dict.fromkeys(
-        ("batch_per_rank", "batch", "rows"), ("global_batch", "the rows of one step over all devices")
-    )
-    model: str = MODEL
-    """A built-in size (tiny, small, medium, gpt2, gpt2-xl), a Hugging Face folder or config.json (extra: hf), or
-    module:function, of a function of your own that returns the model."""
-    batch_of: str | None = None
-    """module:function, of a function from a number of rows to a batch; for your own model, unless it is a language
-    model as transformers builds them."""
-    gpus: int | None = None
-    """Number of all devices; 1 by default."""
-    gpu: str = THIS_MACHINE
-    """Name of the device, such as A100-80, or a TOML file of one; by default this machine, as zeroshard doctor measured
-    it."""
-    profile: Path | None = None
-    """Profile of this machine, as zeroshard doctor wrote it; by default in the place where it writes."""
-    gpu_memory: str | None = None
-    """Memory of each device, such as 32GiB; by default all of it."""
-    host_memory: str | None = None
-    """Host memory of each node, such as 512GiB."""
-    cluster: Path | None = None
-    """TOML file of the devices, the nodes and the links."""
-    per_node: int | None = None
-    """Devices in one node; 8 by default."""
-    global_batch: int | None = None
-    """Rows of one step, over all devices; 4 per device by default."""
-    sequence: int | None = None
-    """Tokens of a row; by default the context of a built-in size, else 1024."""
-    optimizer: OptimizerName = "adamw"
-    """Which optimizer: adamw, sgd and adagrad of torch.optim, the others of zs.optim (docs/optimizers.md)."""
-    precision: Literal["fp32", "bf16", "fp16"] | None = None
-    """Dtype of computation of all plans; fp32 by default, and with largest 16 bits if the device computes in them."""
-    tensor_parallel: int | None = None
-    """Ranks that split each layer in all plans, 2 or more; by default every number that divides the devices of a node
-    is tried."""
-    offload: bool = False
-    """Try plans with offload to host memory even if others fit; if none does, they are tried in any case."""
-    top: int = 5
-    """Number of plans to show."""
-    explain: int | None = None
-    """Explain the plan of this number: memory over the step, timeline, traffic, time; with tensor parallelism, how
-    each layer is split and why others are whole."""
-    pictures: Path = Path("runs/plans")
-    """Folder of the pictures of the plan that is explained."""
-    largest: bool = False
-    """Look for the largest GPT instead that trains on these devices, under each stage of ZeRO."""
-    out: Path | None = None
-    """Write the best plan into this TOML file, which zeroshard train --config takes."""
-    write: tuple[int, Path] | None = None
-    """Write the plan of this number into this TOML file."""
-    params: float | None = None
-    """Only print the formulas of the ZeRO paper, for so many parameters, such as 7.5e9."""
-    ranks: int | None = None
-    """With params, the number of ranks."""
-    json: bool = False
-    """Print JSON instead of tables."""
-
-    def __post_init__(self) -> None:
-        for name in ("gpus", "per_node", "global_batch", "sequence", "top", "explain", "ranks"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}; it must be 1 or more.")
-        if self.tensor_parallel is not None and self.tensor_parallel < 2:
-            raise ConfigError(f"tensor_parallel is {self.tensor_parallel}; it must be 2 or more, or left out.")
-        for name in ("gpu_memory", "host_memory"):
-            value = getattr(self, name)
-            try:
-                if value is not None and not parse_bytes(value):
-                    raise ConfigError(f"memory is {value!r}; it must be more than 0.")
-            except ConfigError as error:
-                raise ConfigError(f"{name}: {error}") from None
-        for name, number in (("explain", self.explain), ("write", self.write and self.write[0])):
-            if number is not None and not 1 <= number <= self.top:
-                raise ConfigError(
-                    f"{name} names plan {number} and top is {self.top}; use 1 to {self.top}, or raise top."
-                )
-        if self.cluster is not None:
-            given = {
-                "gpus": self.gpus,
-                "gpu": self.gpu != THIS_MACHINE,
-                "per_node": self.per_node,
-                "profile": self.profile,
-            }
-            for name in (name for name, value in given.items() if value):
-                raise ConfigError(f"the cluster file lists the devices; leave out {name}, or cluster.")
-        if self.gpu != THIS_MACHINE and self.profile is not None:
-            raise ConfigError(f"profile is of this machine and gpu is {self.gpu}; leave out one of the two.")
-        if self.gpu == THIS_MACHINE and self.per_node is not None:
-            raise ConfigError("per_node is for devices in several nodes; name them with gpu, or leave it out.")
-        self._check_largest()
-        self._check_formulas()
-
-    @property
-    def own(self) -> bool:
-        """Whether the model comes from a function of the user's code."""
-        return ":" in self.model and not Path(self.model).exists()
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        """The fields given for all plans."""
-        given = {"precision": self.precision, "tensor_parallel": self.tensor_parallel}
-        return {name: value for name, value in given.items() if value is not None}
-
-    def _check_largest(self) -> None:
-        given = {"model": self.model != MODEL, "batch_of": self.batch_of, "explain": self.explain, "out": self.out}
-        given |= {"tensor_parallel": self.tensor_parallel}
-        for name in (name for name, value in {**given, "write": self.write}.items() if value and self.largest):
-            raise ConfigError(f"largest looks through the built-in GPT in all sizes; leave out {name}.")
-
-    def _check_formulas(self) -> None:
-        if self.params is None and self.ranks is not None:
-            raise ConfigError("ranks is for the formulas; add params, or say gpus.")
-        if self.params is not None and not 1 <= self.params < float("inf"):
-            raise ConfigError(f"params is {self.params}; it must be 1 or more and finite.")
-        if self.params is not None and (self.ranks is None) == (self.gpus is None):
-            raise ConfigError("params needs the number of ranks, once; say ranks, or gpus.")
-
-
-def run_plan(argv: Sequence[str], environment: Mapping[str, str]) -> None:
+def run_plan(options: PlanOptions, machines: Machines | None) -> None:
     """Print the plans that the options ask for; exits with 1 when none fits.
 
     Args:
-        environment: the process's variables.
+        machines: None for the formulas alone, which `params` asks for.
 
     Raises:
-        ZeroshardError: wrong options, or a model or machines that cannot be planned for.
+        ZeroshardError: a model or machines that cannot be planned for.
     """
-    options = parse(PlanOptions, argv, "zeroshard plan")
-    if options.params is not None:
-        _print_formulas(int(options.params), options.ranks or options.gpus or 1, options.json)
+    if machines is None:
+        _print_formulas(int(options.params or 0), options.ranks or options.gpus or 1, options.json)
         return
-    machines = described_machines(options, options.profile or default_path(environment))
     if options.largest:
         _print_largest(options, machines)
         return
@@ -219,39 +92,6 @@ def run_plan(argv: Sequence[str], environment: Mapping[str, str]) -> None:
         sys.exit(1)
 
 
-def described_machines(options: PlanOptions, profile: Path) -> Machines:
-    """The machines that the options describe.
-
-    Args:
-        profile: of this machine.
-
-    Raises:
-        ConfigError, PlanError: no profile of this machine, no such device, or a file that describes none.
-    """
-    if options.cluster is not None:
-        machines = Machines.load(options.cluster)
-    elif options.gpu == THIS_MACHINE:
-        machines = _this_machine(profile, options.gpus or 1)
-    else:
-        machines = Machines.of(options.gpu, options.gpus or 1, options.per_node)
-    if options.gpu_memory is not None:
-        device = replace(machines.device, memory_bytes=parse_bytes(options.gpu_memory))
-        machines = replace(machines, device=device)
-    if options.host_memory is not None:
-        machines = replace(machines, host_memory=parse_bytes(options.host_memory))
-    return machines
-
-
-def _this_machine(profile: Path, count: int) -> Machines:
-    if not profile.exists():
-        raise ConfigError(
-            f"No device is named, and this machine was not measured ({profile} is missing): name one with --gpu, such "
-            f"as --gpu A100-80, or measure this machine with `zeroshard doctor`."
-        )
-    measured = MachineProfile.load(profile)
-    return measured.machines(count, measured.transport)
-
-
 def described_task(options: PlanOptions, devices: int) -> tuple[TrainingTask, Plan]:
     """The training task, and the settings that all plans have in common.
 
@@ -265,8 +105,6 @@ def described_task(options: PlanOptions, devices: int) -> tuple[TrainingTask, Pl
     rows = options.global_batch or ROWS * devices
     if options.own:
         return own_task(config, rows, options.batch_of), Plan(**options.fields)
-    if options.batch_of is not None:
-        raise ConfigError(f"batch_of is for a model of your own and {options.model} makes its own; leave it out.")
     return language_task(config, rows), replace(config.plan, **options.fields)
 
 

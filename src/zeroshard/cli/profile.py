@@ -31,7 +31,8 @@ class ProfileOptions:
     """Measure the layers of a model on this machine: the time of each, its activations and its parameters."""
 
     model: str = "tiny"
-    """A built-in size (tiny, small, medium, gpt2, gpt2-xl), or a Hugging Face folder or config.json (extra: hf)."""
+    """A built-in size (tiny, small, medium, gpt2, gpt2-xl), a Hugging Face folder or config.json (extra: hf), or code
+    of your own: mine.py, mine.py:Net or package.module:function."""
     tokenizer: str = "bytes"
     """bytes, or the path of a tokenizer.json (extra: hf); the text itself is random tokens."""
     sequence: int = 256

@@ -6,19 +6,20 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from zeroshard.errors import ConfigError, ModelError
+from zeroshard.errors import ConfigError
 from zeroshard.plan import Plan
 from zeroshard.train.gpt import GPT
+from zeroshard.train.named_models import BATCH, Code, model_named
 from zeroshard.train.options import parse
+from zeroshard.train.own_code import check_arguments, import_code, imported
 from zeroshard.train.sizes import SIZES, GPTConfig
-from zeroshard.train.task import imported
+from zeroshard.train.task import batches_of
 from zeroshard.verification import Verification, verify
 from zeroshard.verification.job import default_ranks
 from zeroshard.verification.narrow import ROW, VOCABULARY, depth
@@ -42,14 +43,15 @@ class VerificationOptions:
     plan: Plan = field(default_factory=Plan)
     """The plan to verify."""
     model: str = "tiny"
-    """A built-in size (tiny, small, medium, gpt2, gpt2-xl), a Hugging Face folder or config.json (extra: hf), or
-    module:function, of a function of your own that returns the model; the script train.py is the module train."""
+    """A built-in size (tiny, small, medium, gpt2, gpt2-xl), a Hugging Face folder or config.json (extra: hf), or code
+    of your own: mine.py, mine.py:Net or package.module:function."""
     batch_of: str | None = None
-    """module:function, of a function from a number of rows to a batch; for your own model."""
+    """mine.py:function, from a number of rows to a batch; for your own model; by default the function batch of its
+    file."""
     loss_of: str | None = None
-    """module:function, of a function of (output, batch) to a mean, or to (sum, count); by default the model's own."""
+    """mine.py:function, of (output, batch) to a mean, or to (sum, count); by default the model's own."""
     optimizer_of: str | None = None
-    """module:function, of a function of the parameters to an optimizer, in place of optimizer."""
+    """mine.py:function, of the parameters to an optimizer, in place of optimizer."""
     optimizer: Literal["adamw", "sgd", "adagrad"] = "adamw"
     """Which torch.optim optimizer."""
     ranks: int | None = None
@@ -70,16 +72,21 @@ class VerificationOptions:
                 raise ConfigError(f"{name} is {value}; it must be 1 or more.")
         if self.batch_of is not None and not self.own:
             raise ConfigError(f"batch_of is for a model of your own and {self.model} makes its own; leave it out.")
-        if self.batch_of is None and self.own:
+        if self.code is not None and self.batch_of is None and self.code.beside(BATCH) is None:
             module = self.model.partition(":")[0]
             raise ConfigError(
-                f"{self.model} needs batches; name a function that makes them: --batch-of {module}:batch."
+                f"{self.model} needs batches; name a function that makes them: --batch-of {module}:{BATCH}."
             )
 
     @property
     def own(self) -> bool:
-        """Whether the model comes from a function of the user's code."""
-        return ":" in self.model and not Path(self.model).exists()
+        """Whether the model is a class or function of the user's code."""
+        return self.code is not None
+
+    @property
+    def code(self) -> Code | None:
+        """The class or function of the user's code that makes the model."""
+        return model_named(self.model).code
 
 
 def run_verify(argv: Sequence[str]) -> None:
@@ -109,15 +116,12 @@ def verified(options: VerificationOptions) -> Verification:
     chosen: dict[str, Any] = {"optimizer": optimizer, "loss": loss, "ranks": ranks}
     chosen |= {"steps": options.steps, "exact": options.exact}
     rows = options.rows or ROWS * ranks * options.plan.microbatches
-    if options.own:
-        assert options.batch_of is not None
-        return verify(imported(options.model), options.plan, imported(options.batch_of)(rows), **chosen)
+    if options.code is not None:
+        factory, batch = import_code(options.code), batches_of(options.code, options.batch_of)
+        check_arguments(options.model, factory)
+        assert batch is not None
+        return verify(factory, options.plan, batch(rows), **chosen)
     if options.model not in SIZES:
-        if not Path(options.model).exists():
-            raise ModelError(
-                f"model={options.model} names no model; give a size ({', '.join(SIZES)}), the path of a config.json, "
-                f"or module:function"
-            )
         return verify(options.model, options.plan, **chosen)
     config = narrow_gpt(SIZES[options.model], options.plan)
     found = verify(partial(build_gpt, config), options.plan, gpt_batch(rows), **chosen)

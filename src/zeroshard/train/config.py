@@ -47,7 +47,8 @@ class TrainConfig:
     plan: Plan = field(default_factory=lambda: Plan(clip_norm=1.0))
     """How to train."""
     model: str = "tiny"
-    """A built-in size (tiny, small, medium, gpt2, gpt2-xl), or a Hugging Face folder or config.json (extra: hf)."""
+    """A built-in size (tiny, small, medium, gpt2, gpt2-xl), a Hugging Face folder or config.json (extra: hf), or code
+    of your own: mine.py, mine.py:Net or package.module:function."""
     data: tuple[Path, ...] = ()
     """Text files or folders; by default the running interpreter's standard-library source."""
     tokenizer: str = "bytes"

@@ -2,8 +2,8 @@
 
 import contextlib
 import dataclasses
-import difflib
 import importlib
+import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from zeroshard.errors import ModelError
 from zeroshard.moe.policy import Mixture
 from zeroshard.train.gpt import GPT
+from zeroshard.train.named_models import Code, model_named
+from zeroshard.train.own_code import check_arguments, import_code
 from zeroshard.train.sizes import SIZES
 
 
@@ -43,62 +45,98 @@ class BuiltModel:
     def loss(self, model: Callable[..., Any], tokens: Tensor) -> Tensor:
         """Mean cross entropy in nats of `tokens` [B, T + 1]; `model` is `module` or an engine around it."""
         output = model(**self.batch(tokens))
-        loss: Tensor = output.loss if self.hugging_face else output
+        loss: Tensor = getattr(output, "loss", output) if self.hugging_face else output
         return loss
 
     def logits(self, model: Callable[..., Any], tokens: Tensor) -> Tensor:
         """Logits [B, T, V] of `tokens` [B, T]; `model` is `module` or an engine around it."""
-        logits: Tensor = model(input_ids=tokens).logits if self.hugging_face else model(tokens)
+        if not self.hugging_face:
+            return model(tokens)  # type: ignore[no-any-return]
+        output = model(input_ids=tokens)
+        logits: Tensor = getattr(output, "logits", output)
         return logits
 
 
 def build_model(
     spec: str, vocabulary: int, context: int, dropout: float = 0.0, mixture: Mixture | None = None
 ) -> BuiltModel:
-    """The model `spec` names: a size of `SIZES`, or the path of a Hugging Face `config.json` or of its folder.
+    """The model `spec` names: a size, a Hugging Face `config.json` or its folder, or a class or function of the user.
 
     A built-in size takes the `context` and `dropout` asked for, and as many tokens as it or the tokenizer has,
     whichever is more. A Hugging Face model is the unmodified class of the configuration, trained from scratch:
     weights beside the configuration are not read, nor is the network. Its values come from torch's global
-    generator, so seed it equally on every rank. Mixtures of experts replace feed-forward layers where they are asked
-    for.
+    generator, so seed it equally on every rank; so do those of a model of the user's code, which has the arguments of
+    the built-in model (tokens, targets) or those of transformers (input_ids, labels), and returns a loss. Mixtures of
+    experts replace feed-forward layers where they are asked for.
 
     Raises:
         ModelError: `spec` names no model, transformers is not installed or refuses the configuration, or the model
             is too small for `vocabulary` or `context`.
     """
-    if spec in SIZES:
+    named = model_named(spec)
+    if named.kind == "size":
         size = SIZES[spec]
         most = max(size.vocabulary, vocabulary)
         with torch.device("meta"):
             module = GPT(dataclasses.replace(size, vocabulary=most, context=context, dropout=dropout))
         (mixture or Mixture()).put_into(module)
         return BuiltModel(module, spec, _count(module), hugging_face=False)
-    path = Path(spec)
-    if not (path.exists() or path.suffix == ".json" or len(path.parts) > 1):
-        near = difflib.get_close_matches(spec, SIZES, n=1)
-        hint = f"did you mean {near[0]}? The" if near else "the"
-        sizes = ", ".join(SIZES)
-        raise ModelError(f"model={spec} names no model; {hint} sizes are {sizes}, or give the path of a config.json")
+    if named.code is not None:
+        return _own_model(spec, named.code, vocabulary, dropout, mixture or Mixture())
     if dropout:
         raise ModelError(
             f"a dropout of {dropout} was given for {spec}, whose rates stand in its config.json; set them there"
         )
-    hugging_face = _hugging_face(path, vocabulary, context)
+    assert named.file is not None
+    hugging_face = _hugging_face(named.file, vocabulary, context)
     (mixture or Mixture()).put_into(hugging_face)
     return BuiltModel(hugging_face, spec, _count(hugging_face), hugging_face=True)
+
+
+def takes_tokens(module: nn.Module) -> bool | None:
+    """Whether a language model has the arguments of transformers (True) or of the built-in model (False).
+
+    None for a module with neither, whose batches are not known.
+    """
+    parameters = inspect.signature(module.forward).parameters
+    if {"input_ids", "labels"} <= parameters.keys():
+        return True
+    return False if {"tokens", "targets"} <= parameters.keys() else None
+
+
+def _own_model(spec: str, code: Code, vocabulary: int, dropout: float, mixture: Mixture) -> BuiltModel:
+    if dropout:
+        raise ModelError(f"a dropout of {dropout} was given for {spec}, whose code sets its own; set it there")
+    factory = import_code(code)
+    check_arguments(spec, factory)
+    module = factory()
+    if not isinstance(module, nn.Module):
+        raise ModelError(f"{spec} returned {type(module).__name__}; it must return an nn.Module")
+    hugging_face = takes_tokens(module)
+    if hugging_face is None:
+        raise ModelError(
+            f"{spec} makes a {type(module).__name__}, whose forward takes {_arguments(module)}; a language model takes "
+            f"tokens and targets, or input_ids and labels, [rows, tokens] each, and returns a loss"
+        )
+    own = getattr(getattr(module, "config", None), "vocab_size", vocabulary)
+    if isinstance(own, int) and own < vocabulary:
+        raise ModelError(
+            f"{spec} has a vocabulary of {own} and the tokenizer one of {vocabulary}; raise that of {spec}"
+        )
+    mixture.put_into(module)
+    return BuiltModel(module, spec, _count(module), hugging_face)
+
+
+def _arguments(module: nn.Module) -> str:
+    return ", ".join(inspect.signature(module.forward).parameters) or "nothing"
 
 
 def _count(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _hugging_face(path: Path, vocabulary: int, context: int) -> nn.Module:
-    """The causal language model of the configuration at `path`, in float32 on the CPU."""
-    file = path / "config.json" if path.is_dir() else path
-    if not file.is_file():
-        sizes = ", ".join(SIZES)
-        raise ModelError(f"model names {file}, which does not exist; give a config.json, or one of {sizes}")
+def _hugging_face(file: Path, vocabulary: int, context: int) -> nn.Module:
+    """The causal language model of a configuration, in float32 on the CPU."""
     transformers = _transformers(file)
     with _refusals(file):
         config = transformers.AutoConfig.from_pretrained(str(file), local_files_only=True, trust_remote_code=False)

@@ -23,7 +23,7 @@ PHRASES = (  # pattern in an error, its text on the command line, an option that
     (r"start a multiple of (\d+) ranks", r"start a multiple of \1 ranks (RANKS \1)", "ranks"),
     (r"needs (\d+) ranks and there are \d+; start as many", r"\g<0> (RANKS \1)", "ranks"),
     (r"Put zs\.moe\.MoE into it, or let zs\.moe\.replace_ffn\(model\) do so", "Let --experts N make some", "experts"),
-    (r"Put zs\.moe\.MoE into it, or let .* do so", "Give a model that has some (--model module:function)", "batch_of"),
+    (r"Put zs\.moe\.MoE into it, or let .* do so", "Give a model that has some (--model mine.py:function)", "batch_of"),
     (r"Leave the mixtures out, or put zs\.moe\.MoE into the model", "Leave --experts out", "experts"),
     (r"\bevery=(\d+) is", r"--experts-every \1 is", "experts_every"),
     (r"\bset every to\b", "set --experts-every to", "experts_every"),

@@ -1,11 +1,8 @@
 """Training tasks for the planner: a model of the main job or of the user's code, with its batches and optimizer."""
 
-import importlib
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,9 +13,10 @@ from zeroshard.plan import Plan
 from zeroshard.planner.predict.rehearse import TrainingTask
 from zeroshard.planner.predict.torch_internals import fakes
 from zeroshard.train.config import TrainConfig
-from zeroshard.train.gpt import GPT
-from zeroshard.train.model import BuiltModel, build_model
+from zeroshard.train.model import BuiltModel, build_model, takes_tokens
+from zeroshard.train.named_models import BATCH, Code, model_named
 from zeroshard.train.optimizers import make_optimizer
+from zeroshard.train.own_code import check_arguments, import_code, imported
 from zeroshard.train.tokenizer import load_tokenizer
 
 
@@ -45,15 +43,18 @@ def own_task(config: TrainConfig, rows: int, batch_of: str | None = None) -> Tra
     """The task of training the module that a function of the user's code returns.
 
     Args:
-        config: `model` is `module:function`, of a function without arguments.
+        config: `model` is the name of a class or of a function without arguments.
         rows: of one step, over all data ranks.
-        batch_of: `module:function`, of a function from a number of rows to a batch as the engine takes it; a language
-            model of this package or of transformers needs none.
+        batch_of: the name of a function from a number of rows to a batch as the engine takes it; by default `batch` of
+            the model's file. A language model with the arguments of the built-in one or of transformers needs none.
 
     Raises:
         ModelError: a function that cannot be imported, that fails, or that makes no module; no batch.
     """
-    factory = imported(config.model)
+    code = model_named(config.model).code
+    assert code is not None, config.model
+    factory = import_code(code)
+    check_arguments(config.model, factory)
     with fakes():
         build: Callable[[], Any] = partial(_on_meta, factory)
         try:
@@ -66,41 +67,25 @@ def own_task(config: TrainConfig, rows: int, batch_of: str | None = None) -> Tra
                 f"{config.model} returned {type(module).__name__}; it must return an nn.Module when it is called "
                 f"without arguments"
             )
-    if batch_of is not None:
-        return _task(config, build, imported(batch_of), rows)
-    hugging_face = hasattr(getattr(module, "config", None), "vocab_size")
-    if not hugging_face and not isinstance(module, GPT):
+    hugging_face = takes_tokens(module) if batch_of is None else None
+    if hugging_face is not None:
+        built = BuiltModel(module, config.model, 0, hugging_face)
+        return _task(config, build, partial(_tokens, built, config.sequence), rows)
+    batch = batches_of(code, batch_of)
+    if batch is None:
         raise ModelError(
             f"{config.model} makes a {type(module).__name__}, whose batches are not known; name a function of a "
-            f"number of rows that makes one, such as --batch-of {config.model.partition(':')[0]}:batch"
+            f"number of rows that makes one, such as --batch-of {config.model.partition(':')[0]}:{BATCH}"
         )
-    built = BuiltModel(module, config.model, 0, hugging_face)
-    return _task(config, build, partial(_tokens, built, config.sequence), rows)
+    return _task(config, build, batch, rows)
 
 
-def imported(name: str) -> Callable[..., Any]:
-    """The function that `module:function` names; modules of the current folder are found.
-
-    Raises:
-        ModelError: it cannot be imported, or is no function.
-    """
-    module_name, _, path = name.partition(":")
-    folder = str(Path.cwd())
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    try:
-        found: Any = importlib.import_module(module_name)
-        for part in path.split("."):
-            found = getattr(found, part)
-    except Exception as error:
-        raise ModelError(
-            f"{name} cannot be imported ({type(error).__name__}: {error}); write module:function, of a module that "
-            f"Python finds from {folder}"
-        ) from error
-    if not callable(found):
-        raise ModelError(f"{name} is {type(found).__name__}; it must be a function")
-    function: Callable[..., Any] = found
-    return function
+def batches_of(code: Code, named: str | None) -> Callable[[int], Any] | None:
+    """The function that makes batches: the named one, or else `batch` of the model's file; None without any."""
+    if named is not None:
+        return imported(named)
+    beside = code.beside(BATCH)
+    return None if beside is None else import_code(beside)
 
 
 def _task(config: TrainConfig, build: Callable[[], nn.Module], batch: Callable[[int], Any], rows: int) -> TrainingTask:
