@@ -39,7 +39,7 @@ PAGES = [
     *(page for page in sorted((ROOT / "docs").rglob("*.md")) if "_build" not in page.parts),
 ]
 FOLDERS = [ROOT, ROOT / "src" / "zeroshard", ROOT / "tests"]
-THE_READERS_OWN = {"train.py"}  # files that a page asks its reader to write
+THE_READERS_OWN = {"train.py", "mine.py"}  # files that a page asks its reader to write
 COMMANDS: dict[str, Any] = {
     "train": TrainConfig,
     "plan": PlanOptions,

@@ -93,7 +93,7 @@ def test_a_difference_is_exit_code_1(capsys: pytest.CaptureFixture[str], monkeyp
 
 @pytest.mark.parametrize("words, message", [
     (("--model", "net:Net"), "name a function that makes them: --batch-of net:batch"),
-    (("--model", "net.py"), "name a function that makes them: --batch-of net.py:batch"),
+    (("--model", "lone.py"), "name a function that makes them: --batch-of lone.py:batch"),
     (("--model", "net.py:Nett"), "net.py has no attribute 'Nett'; did you mean Net? It defines Net"),
     (("--model", "tiny", "--batch-of", "net:batch"), "tiny makes its own; leave it out"),
     (("--rows", "0"), "rows is 0; it must be 1 or more"),
@@ -102,7 +102,8 @@ def test_a_difference_is_exit_code_1(capsys: pytest.CaptureFixture[str], monkeyp
     (("--pp", "2", "--pipeline-parallel.schedule", "2bw", "--microbatches", "2"), "--pipeline-parallel.schedule 1f1b"),
 ])  # fmt: skip
 def test_mistakes(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str) -> None:
-    Path("net.py").write_text("class Net: ...")
+    for name in ("net.py", "lone.py"):
+        Path(name).write_text("from torch import nn\n\nclass Net(nn.Module): ...\n")
     with pytest.raises(SystemExit) as ended:
         run(capsys, *words)
     assert ended.value.code == 2 and message in capsys.readouterr().err

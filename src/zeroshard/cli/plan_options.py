@@ -10,7 +10,7 @@ from zeroshard.doctor.profile import MachineProfile, default_path
 from zeroshard.errors import ConfigError
 from zeroshard.text import parse_bytes
 from zeroshard.train.config import OptimizerName
-from zeroshard.train.named_models import code_named, model_named
+from zeroshard.train.named_models import code_named, is_code, model_named
 from zeroshard.train.options import parse
 
 THIS_MACHINE, MODEL = "this machine", "tiny"
@@ -115,7 +115,7 @@ class PlanOptions:
     @property
     def own(self) -> bool:
         """Whether the model is a class or function of the user's code."""
-        return model_named(self.model).kind == "code"
+        return is_code(self.model)
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -150,6 +150,7 @@ def read_question(argv: Sequence[str], environment: Mapping[str, str]) -> tuple[
     options = parse(PlanOptions, argv, "zeroshard plan")
     if options.params is not None:
         return options, None
+    model_named(options.model)
     if not options.own and options.batch_of is not None:
         raise ConfigError(f"batch_of is for a model of your own and {options.model} makes its own; leave it out.")
     if options.batch_of is not None and code_named(options.batch_of) is None:

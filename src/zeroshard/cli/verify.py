@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from zeroshard.errors import ConfigError
 from zeroshard.plan import Plan
 from zeroshard.train.gpt import GPT
-from zeroshard.train.named_models import BATCH, Code, model_named
+from zeroshard.train.named_models import BATCH, is_code, model_named
 from zeroshard.train.options import parse
 from zeroshard.train.own_code import check_arguments, import_code, imported
 from zeroshard.train.sizes import SIZES, GPTConfig
@@ -72,21 +72,11 @@ class VerificationOptions:
                 raise ConfigError(f"{name} is {value}; it must be 1 or more.")
         if self.batch_of is not None and not self.own:
             raise ConfigError(f"batch_of is for a model of your own and {self.model} makes its own; leave it out.")
-        if self.code is not None and self.batch_of is None and self.code.beside(BATCH) is None:
-            module = self.model.partition(":")[0]
-            raise ConfigError(
-                f"{self.model} needs batches; name a function that makes them: --batch-of {module}:{BATCH}."
-            )
 
     @property
     def own(self) -> bool:
         """Whether the model is a class or function of the user's code."""
-        return self.code is not None
-
-    @property
-    def code(self) -> Code | None:
-        """The class or function of the user's code that makes the model."""
-        return model_named(self.model).code
+        return is_code(self.model)
 
 
 def run_verify(argv: Sequence[str]) -> None:
@@ -116,10 +106,15 @@ def verified(options: VerificationOptions) -> Verification:
     chosen: dict[str, Any] = {"optimizer": optimizer, "loss": loss, "ranks": ranks}
     chosen |= {"steps": options.steps, "exact": options.exact}
     rows = options.rows or ROWS * ranks * options.plan.microbatches
-    if options.code is not None:
-        factory, batch = import_code(options.code), batches_of(options.code, options.batch_of)
+    code = model_named(options.model).code
+    if code is not None:
+        factory, batch = import_code(code), batches_of(code, options.batch_of)
         check_arguments(options.model, factory)
-        assert batch is not None
+        if batch is None:
+            file = options.model.partition(":")[0]
+            raise ConfigError(
+                f"{options.model} needs batches; name a function that makes them: --batch-of {file}:{BATCH}."
+            )
         return verify(factory, options.plan, batch(rows), **chosen)
     if options.model not in SIZES:
         return verify(options.model, options.plan, **chosen)

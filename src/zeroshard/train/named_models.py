@@ -50,7 +50,7 @@ class Code:
 
 @dataclass(frozen=True, slots=True)
 class NamedModel:
-    """What `--model` names.
+    """The meaning of a value of `--model`.
 
     Attributes:
         kind: of the model.
@@ -88,17 +88,22 @@ def model_named(text: str) -> NamedModel:
     raise ModelError(f"model={text} names no model; {meant} sizes are {', '.join(SIZES)}, or give {WAYS}.{hub}")
 
 
+def is_code(text: str) -> bool:
+    """Whether a text is spelt as a class or function of the user's code; files are not looked up but to exclude one."""
+    return text.partition(":")[0].endswith(".py") or (":" in text and not Path(text).exists())
+
+
 def code_named(text: str) -> Code | None:
     """The class or function that `FILE.py`, `FILE.py:NAME` or `MODULE:NAME` names; None for other texts.
 
     Raises:
         ModelError: the file, the module or the name in it does not exist.
     """
-    place, colon, name = text.partition(":")
+    if not is_code(text):
+        return None
+    place, _, name = text.partition(":")
     if place.endswith(".py"):
         return _of_file(text, Path(place), name)
-    if not colon or Path(text).exists():
-        return None
     if not name or not all(part.isidentifier() for part in (*place.split("."), *name.split("."))):
         raise ModelError(f"{text!r} names no class or function; write {FORMS}.")
     file = Path(*place.split(".")).with_suffix(".py")
