@@ -14,12 +14,11 @@ from zeroshard.schedule import Action, Kind, PipelineSchedule, Schedule, verify
 from zeroshard.schedule.run import Interpreter
 from zeroshard.step.batch import even_share, uneven_microbatches
 from zeroshard.step.losses import Loss
-from zeroshard.step.sequence import Run, StepSequence
-from zeroshard.traffic import Purpose
+from zeroshard.step.sequence import Run, StepOrder, StepSequence
 
 
-class OneStage:
-    """Steps over all microbatches of a rank; implements `step.sequence.StepOrder`.
+class OneStage(StepOrder):
+    """Steps over all microbatches of a rank.
 
     Args:
         gatherer: of `parts`.
@@ -78,19 +77,9 @@ class OneStage:
             self._batch, self._parts = None, []
         return self._mean
 
-    def flush(self) -> None:
-        """Nothing: no microbatch is in flight."""
-
-    def reloaded(self) -> None:
-        """Nothing: no other stage holds weights."""
-
     def gathers(self, unit: int) -> int:
         """One for each forward and each backward."""
         return 2 * self._count
-
-    def planned_messages(self) -> dict[Purpose, int]:
-        """None: there are no other stages."""
-        return {}
 
     def _forward(self, action: Action) -> None:
         start, number = self.interpreter.now(), _number(action)

@@ -81,17 +81,15 @@ class StepResult:
 
 
 class StepOrder(Protocol):
-    """Steps as lists of actions: over one stage, or over several.
+    """Steps as lists of actions: over one stage, which the defaults are for, or over several.
 
     Attributes:
         interpreter: of the actions.
+        actions: this rank's list of one step; the first step's, where steps differ.
     """
 
     interpreter: Interpreter
-
-    @property
-    def actions(self) -> Schedule:
-        """This rank's list of one step; the first step's, where steps differ."""
+    actions: Schedule
 
     def step(self, batch: Any) -> torch.Tensor | None:
         """One step on this data rank's batch; the mean loss, where this rank has it."""
@@ -100,16 +98,19 @@ class StepOrder(Protocol):
         """The output of the whole model for this data rank's arguments."""
 
     def flush(self) -> None:
-        """Finish the microbatches in flight."""
+        """Finish the microbatches in flight; there are none in one stage."""
+        return
 
     def reloaded(self) -> None:
-        """React to replaced weights; a collective call."""
+        """React to replaced weights; a collective call. One stage has no copies of them."""
+        return
 
     def gathers(self, unit: int) -> int:
         """How often a step gathers a unit of sliced weights."""
 
     def planned_messages(self) -> dict[Purpose, int]:
         """Elements that this rank sends to other stages in a step."""
+        return {}
 
 
 class Scope(Protocol):

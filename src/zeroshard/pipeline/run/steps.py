@@ -26,7 +26,7 @@ from zeroshard.step.backward import Backward
 from zeroshard.step.batch import uneven_microbatches
 from zeroshard.step.decision import Agreed
 from zeroshard.step.losses import REPORT, LossReport, SameBatches, StepLosses, means_alone
-from zeroshard.step.sequence import Run, StepSequence
+from zeroshard.step.sequence import Run, StepOrder, StepSequence
 
 LOANS = {Kind.LEND: Purpose.LEND_WEIGHTS, Kind.REPAY: Purpose.REPAY_GRADIENTS}
 LEAVING = (Kind.SEND_FORWARD, Kind.RECEIVE_BACKWARD)  # messages of the activation that leaves a chunk
@@ -101,7 +101,7 @@ def scope_of(stage: Stage, comm: Comm, losses: StepLosses) -> ThisStage:
     return ThisStage(stage, comm, losses) if stage.pipeline.streams else AllStages(stage, stage.world, losses)
 
 
-class PipelineOrder:
+class PipelineOrder(StepOrder):
     """One rank's part in steps over all stages.
 
     Attributes:
