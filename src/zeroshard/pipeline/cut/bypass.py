@@ -107,26 +107,18 @@ class Bypass:
     def __init__(self, known: Mapping[ReturnedValue, Any] | None = None) -> None:
         self.known = dict(known or {})
         self._calls: Counter[str] = Counter()
-        self._inside = False
 
-    def call(self, path: str) -> int | None:
-        """The number of a module's next call; None inside of another module's."""
-        if self._inside:
-            return None
+    def call(self, path: str) -> int:
+        """The number of a module's next call."""
         self._calls[path] += 1
         return self._calls[path] - 1
 
-    def run(self, crossing: Crossing, gate: Gate, number: int, args: Any, kwargs: Any) -> Any:
-        """Run a module's call, and record its outputs.
+    def record(self, crossing: Crossing, gate: Gate, number: int, output: Any) -> None:
+        """Record the outputs of a module's call.
 
         Raises:
             BatchError: it returns more or fewer values than in the example, and later layers read some.
         """
-        self._inside = True
-        try:
-            output = gate.inner(*args, **kwargs)
-        finally:
-            self._inside = False
         sources = crossing.of_call(gate.path, number)
         if sources:
             leaves, _ = tree_flatten(output)
@@ -140,7 +132,6 @@ class Bypass:
                 leaf = leaves[source.leaf]
                 copies = gate.overwritten and isinstance(leaf, Tensor)  # the code around it writes into its output
                 self.known[source] = leaf.detach().clone() if copies else leaf
-        return output
 
     def fill(self, crossing: Crossing, gate: Gate, number: int, output: Any) -> Any:
         """A placeholder for an output, filled with known values, else with fitting ones of the example."""

@@ -23,12 +23,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from zeroshard.errors import ModelError
 from zeroshard.pipeline.cut.bypass import Bypass, Crossing
 from zeroshard.pipeline.cut.gates import Gate, activation_at, with_activation
-from zeroshard.pipeline.cut.placeholders import Placeholders, stand_in
+from zeroshard.pipeline.cut.placeholders import Placeholders, stand_in, unsent
 from zeroshard.pipeline.cut.probe import BufferUses, Probe, all_trainable, unchanged, without_weights
 from zeroshard.units import find_units
 from zeroshard.units.watched_parameters import Absent
@@ -60,8 +60,9 @@ class _Passage:
     last: int
     hidden: Tensor | None
     entered: "Entered | None"
-    bypass: Bypass
+    bypass: Bypass | None
     phase: int = 0
+    inside: bool = False  # of a module that runs
 
 
 class BufferLayers(NamedTuple):
@@ -160,19 +161,17 @@ class Chain:
         entered: Entered | None = None,
         bypass: Bypass | None = None,
     ) -> Any:
-        """Run layers [first, last) of the model that `forward` calls.
+        """Run layers [first, last) of the model that `forward` calls, to the input of layer `last` or to the output.
 
         Args:
             hidden: the input of layer `first`; None at the start of the model.
             entered: called with the input of each of these layers but the first.
             bypass: values of earlier layers that these read; values of these layers are added.
-
-            Returns:
-                The input of layer `last`, or the output of `forward` if `last` is past the suffix.
         """
         if hidden is not None and first in self._overwritten:
             hidden = hidden.clone()  # a leaf of autograd, or a message, must not be written
-        passage = self._passage = _Passage(first, last, hidden, entered, Bypass() if bypass is None else bypass)
+        bypass = bypass or (Bypass() if self.crossing.groups else None)
+        passage = self._passage = _Passage(first, last, hidden, entered, bypass)
         try:
             on_device = self.placeholders.on_device(self.model, self._device)
             with self._before_hooks(first, last), stand_in(self.frames, _is_absent), on_device:
@@ -244,12 +243,21 @@ class Chain:
 
     def _call(self, passage: _Passage, gate: Gate, args: Any, kwargs: Any, layer: int | None) -> Any:
         """Run a module of a layer, or of all layers (None), or return its placeholder."""
-        number = passage.bypass.call(gate.path)
-        if number is None:
+        if passage.inside:
             return gate.inner(*args, **kwargs)
+        number = 0 if passage.bypass is None else passage.bypass.call(gate.path)
         if layer is None or passage.first <= layer < passage.last:
-            return passage.bypass.run(self.crossing, gate, number, args, kwargs)
+            passage.inside = True
+            try:
+                output = gate.inner(*args, **kwargs)
+            finally:
+                passage.inside = False
+            if passage.bypass is not None:
+                passage.bypass.record(self.crossing, gate, number, output)
+            return output
         output = self.placeholders.of(gate.module, gate.inner, args, kwargs, gate.overwritten)
+        if passage.bypass is None:
+            return tree_map(partial(unsent, path=gate.path), output)
         return passage.bypass.fill(self.crossing, gate, number, output)
 
     def _after_blocks(self, passage: _Passage, gate: Gate, output: Any) -> Any:

@@ -168,7 +168,8 @@ class Executor:
                 local = _viewed(flight.buffers[0], self._shape(self._stage.firsts[chunk], j))
             flight.beside = self.messages.beside.take(chunk, j, self._entering(self._stage.firsts[chunk], j).beside)
             flight.hidden = local.detach().requires_grad_(local.is_floating_point() and torch.is_grad_enabled())
-        self.tied.begin((chunk, j))
+        for debt in self.tied.borrowed[chunk]:
+            debt.begin((chunk, j))
         self._chunks.use(action)
         return flight
 
@@ -179,7 +180,7 @@ class Executor:
         if self._inputs.moves:
             self._release(flight)
 
-    def _compute_once(self, action: Action, flight: _Flight) -> tuple[Any, Bypass]:
+    def _compute_once(self, action: Action, flight: _Flight) -> tuple[Any, Bypass | None]:
         """A forward with a graph; only the graph holds its input, unless it stays in its buffer."""
         if flight.hidden is None or not self._inputs.moves:
             return self._compute(action, flight)
@@ -211,17 +212,18 @@ class Executor:
         self._release(flight)
         if flight.beside is not None and flight.beside[1] is not None:
             self.messages.release(flight.beside[1])
-        self.tied.end((chunk, j))
+        for debt in self.tied.borrowed[chunk]:
+            debt.borrowed.end((chunk, j))
 
-    def _compute(self, action: Action, flight: _Flight) -> tuple[Any, Bypass]:
-        """The chunk's own forward: its output, and the values beside it."""
+    def _compute(self, action: Action, flight: _Flight) -> tuple[Any, Bypass | None]:
+        """The chunk's own forward: its output, and the values beside it, if any cross stages."""
         chunk, j = action.chunk, _number(action)
         stage = self._stage
         forward = partial(self._run, self._parts[j].batch)
         first, last = stage.firsts[chunk], stage.firsts[chunk + 1]
-        bypass = Bypass()
-        if flight.beside is not None:
-            bypass = Bypass(self._entering(first, j).beside.unpack(flight.beside[0]))
+        bypass = None
+        if stage.chain.crossing.groups:
+            bypass = Bypass(flight.beside and self._entering(first, j).beside.unpack(flight.beside[0]))
         with self._deferring(flight), self.random_numbers.microbatch(self._parts[j].rows):
             listener = self._chunks.early.listener(action)
             output = stage.chain.run(first, last, forward, flight.hidden, listener, bypass)
@@ -232,7 +234,7 @@ class Executor:
         deferral = self._stage.deferral
         return nullcontext() if deferral is None else deferral.into(flight.store)
 
-    def _pass_on(self, action: Action, output: Any, bypass: Bypass) -> None:
+    def _pass_on(self, action: Action, output: Any, bypass: Bypass | None) -> None:
         chunk, j = action.chunk, _number(action)
         if not self._is_last(chunk):
             layer = self._stage.firsts[chunk + 1]
@@ -253,7 +255,8 @@ class Executor:
         gradient = self._gradient_of_output(chunk, j, flight)
         weight: float | Tensor = 1.0 if self._is_last(chunk) else self.messages.weights.take(chunk, j)
         start = self.interpreter.now()
-        self.tied.again((chunk, j))  # the model's own recomputation needs the weights of its forward
+        for debt in self.tied.borrowed[chunk]:  # the model's own recomputation needs the weights of its forward
+            debt.borrowed.again((chunk, j))
         self._chunks.use(action)
         if flight.again is not None:
             flight.again.compute(partial(self._compute_again, action, flight))

@@ -236,9 +236,9 @@ class ValuesBeside:
         self._messages, self._device = messages, stage.mesh.device
         self._left: dict[tuple[int, int], Tensor] = {}  # by the chunk that made or passed them, and microbatch
 
-    def keep(self, chunk: int, j: int, slots: SentValues, beside: Bypass) -> None:
+    def keep(self, chunk: int, j: int, slots: SentValues, beside: Bypass | None) -> None:
         """Pack the values that the next chunks read, after a chunk has run."""
-        if slots:
+        if slots and beside is not None:
             self._left[chunk, j] = slots.pack(beside.known, self._device)
 
     def take(self, chunk: int, j: int, slots: SentValues) -> tuple[Tensor, Tensor | None] | None:

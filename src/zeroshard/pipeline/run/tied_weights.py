@@ -18,6 +18,7 @@ class TiedWeights:
 
     Attributes:
         lent_units: the units with lent weights.
+        borrowed: weights that each chunk borrows; a stage borrows some once, for the first chunk that uses them.
     """
 
     def __init__(self, stage: Stage, parts: Parts, messages: Messages) -> None:
@@ -27,30 +28,14 @@ class TiedWeights:
             loan: _Lent(stage.loans[loan], parts) for loan in stage.loans if self._stage_of(loan.owner) == stage.number
         }
         self.lent_units = {unit for lent in self._lent.values() for unit in lent.units}
-        self._debts = {loan: _Debt(loan, borrowed) for loan, borrowed in stage.borrowed.items()}
-
-    def begin(self, key: Key) -> None:
-        """Begin a forward: install the versions that came for it, and keep its version for its backward."""
-        for debt in self._of_chunk(key[0]):
-            while debt.coming and (debt.coming[0][0] is None or debt.coming[0][0] <= key[1]):
-                self._take(debt)
-            debt.borrowed.begin(key)
-
-    def again(self, key: Key) -> None:
-        """Reinstall the version of a forward, for its recomputation."""
-        for debt in self._of_chunk(key[0]):
-            debt.borrowed.again(key)
-
-    def end(self, key: Key) -> None:
-        """Release the version of a forward after its backward."""
-        for debt in self._of_chunk(key[0]):
-            debt.borrowed.end(key)
+        debts = [_Debt(loan, borrowed, messages) for loan, borrowed in stage.borrowed.items()]
+        chunks = self._layout.chunks_of(stage.number)
+        self.borrowed = {chunk: [debt for debt in debts if debt.loan.borrower == chunk] for chunk in chunks}
 
     def settle(self) -> None:
         """Receive all versions in flight."""
-        for debt in self._debts.values():
-            while debt.coming:
-                self._take(debt)
+        for debt in (debt for debts in self.borrowed.values() for debt in debts):
+            debt.settle()
 
     def lend_again(self) -> None:
         """Send the present values of lent weights to their borrowers; a collective call."""
@@ -94,8 +79,8 @@ class TiedWeights:
         """Post a buffer for a version."""
         debt = self._debt(action)
         idle = action.microbatch is None
-        while idle and debt.coming:
-            self._take(debt)
+        if idle:
+            debt.settle()
         name = f"{debt.loan}, version {action.version}"
         room = debt.borrowed.room(idle)
         self._messages.post_into(name, room, [debt.borrowed.numel], _peer(action), Purpose.LEND_WEIGHTS)
@@ -111,21 +96,9 @@ class TiedWeights:
             self._lent[self._loan_to(action)].numel if action.kind is Kind.LEND else self._debt(action).borrowed.numel
         )
 
-    def _take(self, debt: "_Debt") -> None:
-        self._messages.take(debt.coming.pop(0)[1])
-        debt.borrowed.take()
-
-    def _of_chunk(self, chunk: int) -> "list[_Debt]":
-        """The borrowed weights of a chunk; a stage borrows weights once, for the first of its chunks that uses them."""
-        return [debt for loan, debt in self._debts.items() if loan.borrower == chunk]
-
     def _debt(self, action: Action) -> "_Debt":
         owner = self._layout.stage_of(_peer(action))
-        return next(
-            debt
-            for loan, debt in self._debts.items()
-            if loan.borrower == action.chunk and self._stage_of(loan.owner) == owner
-        )
+        return next(debt for debt in self.borrowed[action.chunk] if self._stage_of(debt.loan.owner) == owner)
 
     def _loan_to(self, action: Action) -> Loan:
         borrower = self._layout.stage_of(_peer(action))
@@ -140,9 +113,24 @@ class TiedWeights:
 class _Debt:
     """Weights that one chunk borrows from one owner, and the versions in flight, by microbatch and name."""
 
-    def __init__(self, loan: Loan, borrowed: Borrowed) -> None:
-        self.loan, self.borrowed = loan, borrowed
+    def __init__(self, loan: Loan, borrowed: Borrowed, messages: Messages) -> None:
+        self.loan, self.borrowed, self._messages = loan, borrowed, messages
         self.coming: list[tuple[int | None, str]] = []
+
+    def begin(self, key: Key) -> None:
+        """Begin a forward: install the versions that came for it, and keep its version for its backward."""
+        while self.coming and (self.coming[0][0] is None or self.coming[0][0] <= key[1]):
+            self._take()
+        self.borrowed.begin(key)
+
+    def settle(self) -> None:
+        """Receive the versions in flight."""
+        while self.coming:
+            self._take()
+
+    def _take(self) -> None:
+        self._messages.take(self.coming.pop(0)[1])
+        self.borrowed.take()
 
 
 class _Lent:
