@@ -585,3 +585,17 @@ def test_a_job_whose_last_stage_goes_its_own_way_ends_with_the_reason(tmp_path: 
     assert done.returncode == 1
     for word in said:
         assert word in done.stderr
+
+
+def refused_offload(mesh: zs.Mesh) -> str:
+    """The refusal of states on the host that two ranks of one stage would update, and one of the other."""
+    replicas = {"pipeline_parallel": 2, "pipeline_parallel.replicas": (2, 1), "pipeline_parallel.balance": "parameters"}
+    plan = zs.Plan.from_dict({**replicas, "zero": 0, "offload": "optimizer", "microbatches": 4})
+    with pytest.raises(PlanError) as found:
+        zs.Engine(LONGER["Five"](), OPTIMIZERS["adamw"], plan, mesh=mesh, example=(data(0, 0, 1, 2), 0))
+    return str(found.value)
+
+
+def test_all_stages_refuse_states_that_two_ranks_of_one_would_update(pool: Pool) -> None:
+    texts = pool.run(refused_offload, 3)
+    assert all(text.startswith("offload='optimizer' and zero=0 do not combine on 2 ranks") for text in texts)

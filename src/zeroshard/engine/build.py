@@ -219,7 +219,7 @@ class Builder:
         policy = self._plan.offloading
         if not self._plan.offloading.kinds:
             return set()
-        ranks = max(axis.size for axis in self._slicing)
+        ranks = max(len(group) for axis in self._slicing for group in axis.groups)  # so that all ranks refuse
         if policy.optimizer and not self._residency.slice_states and ranks > 1:
             raise PlanError(
                 f"offload='optimizer' and zero=0 do not combine on {ranks} ranks: each would update all the states on "
