@@ -224,3 +224,10 @@ def test_a_disk_that_cannot_be_written_is_a_problem_and_no_crash(facts: Facts, t
     missing = dataclasses.replace(facts, disk=tmp_path / "missing")
     assert module._disk(missing, LITTLE, problems) == (None, None)
     assert "missing" in problems["disk"]
+
+
+def test_one_rank_alone_is_measured_without_a_pair() -> None:
+    problems: dict[str, str] = {}
+    found = module._pair(dataclasses.replace(LITTLE, pair=False), 1, "cpu", problems)
+    assert found == {"beside": None, "collectives": {}, "signal": None} and not problems
+    assert dataclasses.replace(MADE, **found).machines(1).count == 1

@@ -46,6 +46,7 @@ class Effort:
         messages: bytes that one rank sends in each collective.
         disk_bytes: largest size of the file that is written and read.
         limit: seconds after which the two processes are ended.
+        pair: whether two processes measure together; without, the profile is of one rank alone.
     """
 
     box: float = 0.5
@@ -54,6 +55,7 @@ class Effort:
     messages: tuple[int, ...] = tuple(2**power for power in range(12, 25, 2))
     disk_bytes: int = 2**28
     limit: float = 40.0
+    pair: bool = True
 
 
 def measure(
@@ -208,6 +210,8 @@ def _disk(facts: Facts, effort: Effort, problems: dict[str, str]) -> tuple[float
 def _pair(effort: Effort, threads: int, device: str, problems: dict[str, str]) -> dict[str, Any]:
     """The profile's fields measured by two processes at once; empty ones if they failed."""
     unmeasured: dict[str, Any] = {"beside": None, "collectives": {}, "signal": None}
+    if not effort.pair:
+        return unmeasured
     with tempfile.TemporaryDirectory(prefix="zeroshard-") as folder:
         settings = {**asdict(effort), "threads": threads, "device": device, "folder": folder}
         problem = _run_pair(settings, Path(folder), effort.limit)
