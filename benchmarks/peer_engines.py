@@ -22,7 +22,14 @@ from ranks import answer, cpu_seconds, loopback_bytes  # noqa: E402
 
 WARM = 3  # steps before the timed ones
 ADAM: dict[str, Any] = {"lr": 2e-5, "fused": True}
-SHAPES = {"25M": (12_288, 512, 8, 6), "100M": (16_384, 768, 12, 12), "1M": (256, 128, 2, 5)}  # vocabulary, W, H, layers
+SHAPES = {  # vocabulary, W, H, layers
+    "25M": (12_288, 512, 8, 6),
+    "100M": (16_384, 768, 12, 12),
+    "350M": (50_304, 1024, 16, 20),
+    "1.3B": (50_304, 2048, 16, 24),
+    "1M": (256, 128, 2, 5),
+}
+CONTEXT = 2048  # most tokens of a row
 
 
 @dataclass(frozen=True)
@@ -61,11 +68,19 @@ ENGINES = {
 
 @dataclass(frozen=True)
 class Case:
-    """The training job: a key of `SHAPES`, tokens per rank, and "fp32" or "bf16"."""
+    """The training job: a key of `SHAPES`, tokens per rank, "fp32" or "bf16", the type of the device, and the ranks."""
 
     size: str
     tokens: int
     precision: str
+    device: str = "cpu"
+    ranks: int = 2
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """Rows of a rank, and tokens of a row."""
+        length = min(self.tokens, CONTEXT)
+        return self.tokens // length, length
 
 
 class Trial:
@@ -84,21 +99,31 @@ class Trial:
         torch.set_num_threads(1)
         torch.manual_seed(0)
         self.bf16 = case.precision == "bf16"
+        self.cuda = case.device == "cuda"
+        self.device = torch.device(case.device, torch.cuda.current_device()) if self.cuda else torch.device("cpu")
         vocabulary, width, heads, layers = SHAPES[case.size]
-        self.model = GPT(GPTConfig(vocabulary, case.tokens, width, heads, layers))
+        count, length = case.rows
+        self.model = GPT(GPTConfig(vocabulary, length, width, heads, layers)).to(self.device)
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
         mine = torch.Generator().manual_seed(1 + int(os.environ["RANK"]))
-        rows = torch.randint(vocabulary, (1, case.tokens + 1), generator=mine)
+        rows = torch.randint(vocabulary, (count, length + 1), generator=mine).to(self.device)
         self.batch = (rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
         self.adam: Callable[..., Any] = partial(torch.optim.AdamW, **ADAM)
         self.counted: Callable[[], int | None] = lambda: None
+
+    def finish(self) -> None:
+        """Wait for the device, so that a clock sees whole steps."""
+        import torch
+
+        if self.cuda:
+            torch.cuda.synchronize()
 
     def loop(self, model: Any, optimizer: Any) -> Callable[[], Any]:
         """A step of torch's plain loop; bf16 by autocast, because nothing here keeps fp32 masters."""
         import torch
 
         def step() -> Any:
-            with torch.autocast("cpu", torch.bfloat16) if self.bf16 else contextlib.nullcontext():
+            with torch.autocast(self.device.type, torch.bfloat16) if self.bf16 else contextlib.nullcontext():
                 loss = model(*self.batch)
             loss.backward()
             optimizer.step()
@@ -108,6 +133,7 @@ class Trial:
         return step
 
 
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 Made = tuple[Trial, Callable[[], Any]]  # and the step, which returns this rank's loss
 
 
@@ -129,7 +155,7 @@ def make_ddp(engine: Engine, case: Case) -> Made:
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         optimizer_class = partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW)
-    torch.distributed.init_process_group("gloo")
+    torch.distributed.init_process_group(BACKENDS[case.device])
     trial = Trial(case)
     optimizer = optimizer_class(trial.model.parameters(), **ADAM)
     return trial, trial.loop(DistributedDataParallel(trial.model), optimizer)
@@ -141,7 +167,7 @@ def make_fsdp2(engine: Engine, case: Case) -> Made:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    mesh = init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
+    mesh = init_device_mesh(case.device, (int(os.environ["WORLD_SIZE"]),))
     trial = Trial(case)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if trial.bf16 else MixedPrecisionPolicy()
     for module in (*trial.model.blocks, trial.model):
@@ -155,10 +181,10 @@ def make_deepspeed(engine: Engine, case: Case) -> Made:
     """DeepSpeed with the same fused AdamW, no clipping, otherwise its own defaults."""
     import deepspeed  # type: ignore[import-not-found]
 
-    deepspeed.init_distributed("gloo", verbose=False)
+    deepspeed.init_distributed(BACKENDS[case.device], verbose=False)
     trial = Trial(case)
     config = {
-        "train_micro_batch_size_per_gpu": 1,
+        "train_micro_batch_size_per_gpu": case.rows[0],
         "zero_optimization": {"stage": engine.stage},
         "bf16": {"enabled": trial.bf16},
         "gradient_clipping": 0.0,
@@ -185,10 +211,11 @@ def make_zeroshard(engine: Engine, case: Case) -> Made:
     import zeroshard as zs
 
     settings: dict[str, Any] = {"zero": engine.stage, "precision": case.precision, "transport": engine.transport}
-    mesh = zs.init_mesh(device="cpu")
+    mesh = zs.init_mesh(device=case.device)
     ours = zs.Engine  # imported here, before the trial looks at memory
     trial = Trial(case)
-    made = ours(trial.model, partial(torch.optim.AdamW, lr=ADAM["lr"]), zs.Plan(**settings), mesh=mesh)
+    fused = {"fused": True} if trial.cuda else {}
+    made = ours(trial.model, partial(torch.optim.AdamW, lr=ADAM["lr"], **fused), zs.Plan(**settings), mesh=mesh)
     trial.counted = lambda: sum(row.sent_bytes for row in made.traffic())
     return trial, lambda: made.train_step(trial.batch).loss
 
@@ -204,8 +231,13 @@ FAMILIES = {
 
 def measure(engine: Engine, case: Case, steps: int) -> dict[str, Any]:
     """Train, and return this rank's figures: seconds, bytes sent and page faults per step, memory in bytes."""
+    if case.device == "cuda":
+        import torch
+
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     trial, step = FAMILIES[engine.family](engine, case)
     step()
+    trial.finish()
     startup = {"startup_s": time.perf_counter() - BEGIN, "startup_cpu_s": cpu_seconds()}
     for _ in range(WARM - 1):
         step()
@@ -214,12 +246,14 @@ def measure(engine: Engine, case: Case, steps: int) -> dict[str, Any]:
     for _ in range(steps):
         cpu, fault, wall = cpu_seconds(), _minor_faults(), time.perf_counter()
         step()
+        trial.finish()
         walls.append(time.perf_counter() - wall)
         cpus.append(cpu_seconds() - cpu)
         faults.append(_minor_faults() - fault)
     sent = _loopback() - sent
     memory = {"base_rss": trial.base_rss, "peak_rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
     memory["pss"] = _proportional()  # while both ranks still hold the shared memory
+    memory["device_peak"] = _device_peak() if trial.cuda else None
     wire = {"wire_bytes": sent / steps, "counted_bytes": trial.counted()}
     _barrier()
     medians: dict[str, list[Any]] = {"step_s": walls, "cpu_s": cpus, "minor_faults": faults}
@@ -243,6 +277,13 @@ def _barrier() -> None:
         torch.distributed.barrier()
 
 
+def _device_peak() -> int:
+    """Most bytes that torch allocated on the device since the start of the process."""
+    import torch
+
+    return torch.cuda.max_memory_allocated()
+
+
 def _resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
@@ -263,9 +304,9 @@ def _versions() -> dict[str, str]:
 
 
 def main() -> None:
-    """Arguments: engine, size, tokens, precision, steps."""
-    name, size, tokens, precision, steps = sys.argv[1:]
-    answer(measure(ENGINES[name], Case(size, int(tokens), precision), int(steps)))
+    """Arguments: engine, size, tokens, precision, device, steps."""
+    name, size, tokens, precision, device, steps = sys.argv[1:]
+    answer(measure(ENGINES[name], Case(size, int(tokens), precision, device), int(steps)))
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_initialized() and ENGINES[name].family != "zeroshard":
         distributed.destroy_process_group()  # zeroshard does so itself

@@ -1,6 +1,7 @@
 """One training step of zeroshard beside DistributedDataParallel, ZeroRedundancyOptimizer, FSDP2 and DeepSpeed.
 
     python benchmarks/peers.py [--quick] [--deepspeed-python PYTHON] [--json FILE]
+    python benchmarks/peers.py --device cuda --ranks N [--missing]      # GPUs, over NCCL
 
 Two processes with one thread each on this machine, over gloo or, for zeroshard, shared memory too; the same GPT, the
 same batch, AdamW as each engine runs it fastest: with `fused=True`, but for zeroshard, which has a loop of its own
@@ -27,20 +28,21 @@ import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from peer_engines import ENGINES, SHAPES, WARM, Case
+from peer_engines import BACKENDS, ENGINES, SHAPES, WARM, Case
 from ranks import LaunchError, circumstances, launch, own_loopback
 
-RANKS = 2
+RANKS = 2  # by default
 TOLERANCE = 1e-4  # relative, between the fp32 losses of the engines
-DEEPSPEED_ENV = {"DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0"}
 FULL = {"sizes": "25M,100M", "tokens": "64,512", "precisions": "fp32,bf16", "rounds": 5, "steps": 20}
 QUICK = {"sizes": "25M", "tokens": "64", "precisions": "fp32", "rounds": 2, "steps": 8}
 SUMMED = ("counted_bytes",)  # over the ranks; the loopback device already sees both
-SLOWEST = ("step_s", "startup_s", "peak_rss", "base_rss", "pss")  # the worst rank; the others are means over ranks
+# The worst rank; the others are means over ranks.
+SLOWEST = ("step_s", "startup_s", "peak_rss", "base_rss", "pss", "device_peak")
 Row = dict[str, Any]
 
 
@@ -71,12 +73,15 @@ def bars(tokens: int) -> list[Bar]:
     return steps + [Bar(*pair, figure, 1.0, strict=True) for figure in ("peak_rss", "startup_s") for pair in pairs]
 
 
-def judge(rows: Sequence[Row], tokens: int) -> list[Row]:
-    """The verdicts on the targets that concern these engines. Those in seconds are given by CPU time too."""
+def judge(rows: Sequence[Row], case: Case) -> list[Row]:
+    """The verdicts on the targets that concern these engines. Those in seconds are given by CPU time too.
+
+    On GPUs there are targets for the time of a step alone.
+    """
     by_name = {row["engine"]: row for row in rows}
     judged = []
-    for bar in bars(tokens):
-        if bar.ours not in by_name or bar.theirs not in by_name:
+    for bar in bars(case.tokens):
+        if (case.device != "cpu" and bar.figure != "step_s") or bar.ours not in by_name or bar.theirs not in by_name:
             continue
         ours, theirs = by_name[bar.ours], by_name[bar.theirs]
         ratio = ours[bar.figure] / theirs[bar.figure]
@@ -140,17 +145,18 @@ def start(
     name: str, case: Case, steps: int, options: argparse.Namespace, more_env: Mapping[str, str] | None = None
 ) -> list[Row]:
     """One launch of one engine; the answers of its ranks."""
-    words = [name, case.size, str(case.tokens), case.precision, str(steps)]
+    words = [name, case.size, str(case.tokens), case.precision, case.device, str(steps)]
     python, env = sys.executable, more_env
     if ENGINES[name].family == "deepspeed":
-        python, env = options.deepspeed_python, {**DEEPSPEED_ENV, **(more_env or {})}
-    return launch(Path(__file__).with_name("peer_engines.py"), words, RANKS, python, env, options.timeout)
+        own = {"DS_ACCELERATOR": case.device, "DS_BUILD_OPS": "0"}
+        python, env = options.deepspeed_python, {**own, **(more_env or {})}
+    return launch(Path(__file__).with_name("peer_engines.py"), words, case.ranks, python, env, options.timeout)
 
 
-def cases(sizes: str, tokens: str, precisions: str) -> list[Case]:
+def cases(sizes: str, tokens: str, precisions: str, device: str = "cpu", ranks: int = RANKS) -> list[Case]:
     """All combinations of three comma-separated options."""
     parts = (sizes.split(","), map(int, tokens.split(",")), precisions.split(","))
-    return [Case(size, count, precision) for size, count, precision in product(*parts)]
+    return [Case(size, count, precision, device, ranks) for size, count, precision in product(*parts)]
 
 
 def apart(rows: Sequence[Row]) -> str | None:
@@ -173,7 +179,7 @@ def table(rows: Sequence[Row]) -> str:
     first = rows[0]
     lines = [
         f"\n{first['size']} ({first['parameters']:,} parameters), {first['tokens']} tokens per rank, "
-        f"{first['precision']}, {RANKS} ranks",
+        f"{first['precision']}, {first['ranks']} ranks on {first['device']}",
         f"{'':15}{'step':>9}{'':7}{'CPU':>9}{'':7}{'peak RSS':>9}{'PSS':>7}{'imports':>9}"
         f"{'start-up':>9}{'CPU':>6}{'wire':>9}{'counted':>9}{'faults':>8}{'loss':>10}",
         f"{'':15}{'ms':>9}{'/ DDP':>7}{'ms':>9}{'/ DDP':>7}{'MiB':>9}{'MiB':>7}{'MiB':>9}"
@@ -188,6 +194,7 @@ def table(rows: Sequence[Row]) -> str:
             f"{row['peak_rss'] / 2**20:9.0f}{row['pss'] / 2**20:7.0f}{row['base_rss'] / 2**20:9.0f}"
             f"{row['startup_s']:9.2f}{row['startup_cpu_s']:6.2f}{wire / 1e6:9.1f}{off:>9}"
             f"{row['minor_faults']:8.0f}{row['loss']:10.5f}"
+            + (f"{row['device_peak'] / 2**30:9.2f} GiB of the device" if row["device_peak"] else "")
         )
     return "\n".join(lines)
 
@@ -207,15 +214,27 @@ def verdicts(judged: Sequence[Row]) -> str:
 
 def available(options: argparse.Namespace) -> list[str]:
     """The engines to launch, in the order of `ENGINES`; under `--quick` only those that a target names."""
-    missing = [] if options.deepspeed_python else [name for name in ENGINES if ENGINES[name].family == "deepspeed"]
+    missing = absent(options)
     barred = {name for bar in bars(64) for name in (bar.ours, bar.theirs)}
     default = (name for name in ENGINES if name not in missing and (name in barred or not options.quick))
     wanted = options.engines.split(",") if options.engines else list(default)
+    wanted = [name for name in wanted if not (options.missing and name in missing)]
     for name in wanted:
         if name not in ENGINES or name in missing:
             can = ", ".join(known for known in ENGINES if known not in missing)
             sys.exit(f"--engines names {name!r}; here there are {can}. DeepSpeed's need --deepspeed-python PYTHON.")
     return [name for name in ENGINES if name in wanted]
+
+
+def absent(options: argparse.Namespace) -> dict[str, str]:
+    """The engines that cannot run here, and why."""
+    found = {}
+    for name, engine in ENGINES.items():
+        if engine.family == "deepspeed" and not options.deepspeed_python:
+            found[name] = "deepspeed is missing"
+        if engine.transport == "shared" and options.device != "cpu":
+            found[name] = "GPUs share no memory"
+    return found
 
 
 def parse() -> argparse.Namespace:
@@ -228,7 +247,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--engines", help=f"by default all that can run, of {', '.join(ENGINES)}")
     parser.add_argument("--rounds", type=int, help=f"launches of each engine; by default {FULL['rounds']}")
     parser.add_argument("--steps", type=int, help=f"timed steps, after {WARM} others; by default {FULL['steps']}")
-    parser.add_argument("--deepspeed-python", help="a python that has deepspeed (peers_requirements.txt)")
+    parser.add_argument(
+        "--deepspeed-python",
+        default=sys.executable if find_spec("deepspeed") else None,
+        help="a python that has deepspeed (peers_requirements.txt); by default this one, if it has",
+    )
+    parser.add_argument("--device", default="cpu", choices=tuple(BACKENDS), help="cuda needs a GPU for each rank")
+    parser.add_argument("--ranks", type=int, default=RANKS, help=f"processes, by default {RANKS}")
+    parser.add_argument("--missing", action="store_true", help="leave out engines that are not installed, and say so")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds that a launch may take")
     parser.add_argument("--json", help="file for the figures, written anew after each group")
     options = parser.parse_args()
@@ -244,8 +270,9 @@ def main() -> int:
     """Launch, print, keep."""
     options = parse()
     names = available(options)
-    own = own_loopback()
-    kept = {**circumstances(), "ranks": RANKS, "rounds": options.rounds, "steps": options.steps, "own_loopback": own}
+    own = options.device == "cpu" and own_loopback()  # NCCL takes no part in a namespace with a loopback device alone
+    kept = {**circumstances(), "ranks": options.ranks, "device": options.device, "own_loopback": own}
+    kept |= {"rounds": options.rounds, "steps": options.steps}
     print(
         f"{kept['cpu']}, {kept['cores']} cores, load {kept['load']:.1f}, {options.rounds} rounds, {options.steps} steps"
     )
@@ -254,13 +281,17 @@ def main() -> int:
     for family in {ENGINES[name].family for name in names}:
         if family in ("deepspeed", "zeroshard"):
             first = next(name for name in names if ENGINES[name].family == family)
-            start(first, Case("1M", 8, "fp32"), 1, options)
-    kept |= {"rows": [], "bars": [], "failed": []}
+            start(first, Case("1M", 8, "fp32", options.device, options.ranks), 1, options)
+    asked = options.engines.split(",") if options.engines else list(ENGINES)
+    missing = {name: why for name, why in absent(options).items() if name in asked}
+    for name, why in missing.items() if options.missing else ():
+        print(f"{name}: left out, {why}")
+    kept |= {"rows": [], "bars": [], "failed": [], "missing": missing}
     complaints = []
-    for case in cases(options.sizes, options.tokens, options.precisions):
+    for case in cases(options.sizes, options.tokens, options.precisions, options.device, options.ranks):
         rows, failed = turns(case, names, options)
         complaints += [f"{name} failed. {words}" for name, words in failed.items()]
-        judged = judge(rows, case.tokens)
+        judged = judge(rows, case)
         if rows:
             print(table(rows), verdicts(judged), sep="\n", flush=True)
             complaints += [words for words in (apart(rows), mixed(rows)) if words]
