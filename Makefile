@@ -11,7 +11,12 @@ PIP     = $(BIN)/python -m pip install --quiet --disable-pip-version-check --con
 DRAW    = $(BIN)/zeroshard simulate --stages 4 --microbatches 8
 DRAWN   = docs/pictures/timeline
 
-.PHONY: train test test-whole lint types check soak verify docs pictures clean
+# For GPUs: an environment over the packages of PYTHON, which must have torch with CUDA; that torch stays as it is.
+GPU_VENV ?= .venv-gpu
+GPU_PIP   = $(GPU_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
+HAS_TORCH = import sys, importlib.util as u; sys.exit(None if u.find_spec("torch") else "install torch with CUDA first")
+
+.PHONY: train test test-whole lint types check soak verify gpu gpus docs pictures clean
 
 train: export OMP_NUM_THREADS = 1
 train: $(VENV)/.installed
@@ -42,6 +47,12 @@ verify: $(VENV)/.tested
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/verify_zoo.py $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/verify_bugs.py
 
+gpu: $(GPU_VENV)/.installed
+	$(GPU_VENV)/bin/python benchmarks/gpu/all.py $(ARGS)
+
+gpus: $(GPU_VENV)/.installed
+	$(GPU_VENV)/bin/python benchmarks/gpu/several.py $(ARGS)
+
 docs: $(VENV)/.installed
 	$(PIP) --editable '.[docs]'
 	$(BIN)/sphinx-build -W -q -b html docs docs/_build
@@ -61,5 +72,13 @@ $(VENV)/.tested: $(VENV)/.installed
 	$(PIP) --editable '.[dev,hf,tensorboard,lightning]'
 	touch $@
 
+$(GPU_VENV)/.installed: pyproject.toml
+	$(PYTHON) -c '$(HAS_TORCH)'
+	$(PYTHON) -m venv $(GPU_VENV)
+	$(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$$(echo $(GPU_VENV)/lib/python*/site-packages)/below.pth"
+	$(PYTHON) -c 'import torch; print("torch==" + torch.__version__)' > $(GPU_VENV)/torch.txt
+	$(GPU_PIP) --constraint $(GPU_VENV)/torch.txt --editable '.[hf]' pytest pytest-xdist hypothesis
+	touch $@
+
 clean:
-	rm -rf $(VENV) build docs/_build src/*.egg-info
+	rm -rf $(VENV) $(GPU_VENV) build docs/_build src/*.egg-info

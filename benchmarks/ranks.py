@@ -74,6 +74,32 @@ def launch(
     return [json.loads(text.rpartition(MARK)[2].splitlines()[0]) for text in texts]
 
 
+def run_script(
+    script: str | Path, words: Sequence[str], output: Path, timeout: float, more_env: Mapping[str, str] | None = None
+) -> int | None:
+    """Run a script in a process of its own, its output in a file; its exit code, or None if it was ended by `timeout`.
+
+    All processes that it has left in its group are ended too.
+    """
+    with output.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, str(script), *words],
+            env={**os.environ, **(more_env or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            return process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
 def answer(result: Mapping[str, Any]) -> None:
     """Print, in a launched process, the figures for the launching one."""
     print(f"\n{MARK}{json.dumps(result)}", flush=True)

@@ -14,6 +14,7 @@ import os
 import runpy
 import shlex
 import sys
+import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ from pool import copies, free_port
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
 PATIENCE = 240.0  # seconds that a script may take
+GRACE, POLL = 2.0, 0.02  # seconds between the first rank's failure and the end of the others; between looks at them
 IMPORTED = [
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.mixtral.modeling_mixtral",
@@ -40,8 +42,8 @@ TOY = {  # words behind the name of each script; KEPT is a file for its figures
     "checkpoints.py": "--toy --only saves --rounds 1 --pairs 1 --every 1 --precisions fp32 --json KEPT",
     "estimates.py": "--quick --rounds 1 --only 'schedule 1f1b' --json KEPT",
     "gist.py": "losses --steps 2 --width 16 --layers 1 --json KEPT",
-    "gpu/offload.py": "--cpu --steps 1 --engines optimizer,parameters --json KEPT",
-    "gpu/single.py": "--cpu --rounds 1 --steps 1 --models gpt2-try --engines loop,zero3 --json KEPT",
+    "gpu/all.py": "--cpu --out . --json KEPT",
+    "gpu/several.py": "--cpu --out . --json KEPT",
     "host_adam.py": "--elements 4096 --rounds 2 --threads 1 --no-compile --json KEPT",
     "linear_cross_entropy.py": "--toy --rounds 2 --json KEPT",
     "moe.py": "--toy --rounds 2 --json KEPT",
@@ -73,7 +75,12 @@ ON_TWO_RANKS = {  # scripts that others start, which take no part in a toy run o
         "report ",
     ),
 }
-STARTED_BY = {"peer_engines.py": "peers.py"}
+STARTED_BY = {
+    "peer_engines.py": "peers.py",
+    "gpu/facts.py": "gpu/slices.py",
+    **{f"gpu/{name}.py": "gpu/all.py" for name in ("suite", "machine", "single", "offload", "predicted")},
+    **{f"gpu/{name}.py": "gpu/several.py" for name in ("links", "parity", "overlap", "faults")},
+}
 BARRED = {"tensor.py"}  # which ends with 1 where a time is above its bar
 
 
@@ -144,6 +151,7 @@ def _serve(pipe: Any) -> None:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     importlib.import_module("ranks").launch = launch
+    importlib.import_module("ranks").run_script = run_script
     corpus = importlib.import_module("zeroshard.train.corpus")
     corpus.standard_library_corpus = functools.cache(corpus.standard_library_corpus)
     corpus.standard_library_corpus()
@@ -202,6 +210,24 @@ def launch(
     return [json.loads(text.rpartition(MARK)[2].splitlines()[0]) for text in texts]
 
 
+def run_script(
+    script: str | Path, words: Sequence[str], output: Path, timeout: float, more_env: Mapping[str, str] | None = None
+) -> int | None:
+    """As `ranks.run_script`, in a copy of this process."""
+    process = multiprocessing.Process(target=_apart, args=(str(script), list(words), str(output), more_env or {}))
+    process.start()
+    process.join(timeout)
+    if process.is_alive():
+        process.kill()
+        return None
+    return process.exitcode
+
+
+def _apart(script: str, words: list[str], output: str, more_env: Mapping[str, str]) -> None:
+    os.environ |= more_env
+    _become(script, words, output)
+
+
 def _texts(script: str, words: list[str], ranks: int, more_env: Mapping[str, str], timeout: float) -> list[str]:
     """What the ranks of a script print."""
     with free_port() as port:
@@ -212,9 +238,14 @@ def _texts(script: str, words: list[str], ranks: int, more_env: Mapping[str, str
         ]
         for process in processes:
             process.start()
+        end = time.monotonic() + timeout
+        while any(process.is_alive() for process in processes) and time.monotonic() < end:
+            if any(process.exitcode for process in processes):
+                end = min(end, time.monotonic() + GRACE)
+            time.sleep(POLL)
         for process in processes:
-            process.join(timeout)
             process.kill()
+            process.join()
     return [Path(f"rank-{rank}.txt").read_text() for rank in range(ranks)]
 
 

@@ -1,12 +1,13 @@
 """One GPU and its host: bandwidths, and models whose optimizer states or parameters live in host memory. See METHOD.md.
 
     python benchmarks/gpu/offload.py [--models 1.4B,7B,13B,20B] [--tokens 8192,16384] [--layers N] [--largest]
-        [--json FILE]
+        [--planned] [--json FILE]
 
 First it measures rates: pinned copies down, up and both at once, and reads and updates of the host's own memory. Then
 it trains the GPT of train/gpt.py with checkpointed blocks in bf16, every launch a process of its own: tokens per
 second, MFU, seconds exposed by cause, and peaks of device and host. DeepSpeed's ZeRO-2 with its optimizer on the CPU
-runs in turn with it where it is installed. `--largest` tries deeper models until one does not fit. Without a GPU it
+runs in turn with it where it is installed. `--largest` tries deeper models until one does not fit; `--planned` trains
+the one model that the planner says is the deepest that fits. Without a GPU it
 prints that it did not run, and exits with status 0; `--cpu` tries the script out on a tiny model.
 """
 
@@ -209,6 +210,46 @@ def show(row: Row, peak_flops: float) -> None:
     )
 
 
+def planned(engine: str, tokens: int, device: str) -> int:
+    """Layers of the deepest model of the 20 B's width that fits into device and host by the planner; 0 for none.
+
+    The search begins where 16 bytes of each parameter that is not on the device fill the host, and goes down by
+    sixteenths: a rehearsal takes seconds. Copies of a checkpoint do not count, since none is written here.
+    """
+    import torch
+
+    import zeroshard as zs
+    from zeroshard.planner.predict.predict import predict
+    from zeroshard.planner.predict.rehearse import TrainingTask
+    from zeroshard.planner.search.this_machine import free_memory, local_machines
+
+    time_length, room = min(CONTEXT, tokens), free_memory() - HOST_RESERVE
+    name, most = ("try", 2) if device == "cpu" else ("20B", 160)
+    machines = local_machines(1, device)
+
+    def batch(count: int) -> Any:
+        rows = torch.randint(VOCABULARY, (count, time_length))
+        return rows, rows
+
+    def fraction(layers: int) -> tuple[int, float]:
+        parameters = sum(parameter.numel() for parameter in make_model(name, layers).parameters())
+        return parameters, share_that_fits(parameters, device) if engine.endswith("share") else 1.0
+
+    def fits(layers: int) -> bool:
+        settings = {**ENGINES[engine], "precision": "bf16", "offload.fraction": fraction(layers)[1]}
+        task = TrainingTask(
+            partial(make_model, name, layers), batch, partial(torch.optim.AdamW, lr=1e-5), tokens // time_length,
+            time_length,
+        )  # fmt: skip
+        found = predict(task, zs.Plan.from_dict(settings), machines, tokens // time_length)
+        return "device" not in found.full and sum(found.host.values()) <= room
+
+    layers = max((n for n in range(1, most + 1) if 16 * math.prod(fraction(n)) <= room), default=0)
+    while layers and not fits(layers):
+        layers -= max(1, layers // 16)
+    return layers
+
+
 def attempts(options: argparse.Namespace, engines: list[str]) -> Iterator[tuple[str, str, int, int | None]]:
     """(engine, model, tokens, layers) of every launch; engines take turns."""
     for model in options.models.split(","):
@@ -236,6 +277,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--engines", help=f"by default all of {', '.join(ENGINES)}")
     parser.add_argument("--steps", type=int, default=5, help=f"timed steps, after {WARM} others")
     parser.add_argument("--largest", action="store_true", help="also search for the largest model of each engine")
+    parser.add_argument("--planned", action="store_true", help="train only the deepest model that fits by the planner")
     parser.add_argument("--peak-tflops", type=float, default=989.0, help="dense bf16 of the GPU, for MFU (H100, H200)")
     parser.add_argument("--cpu", action="store_true", help="try the script out without a GPU")
     parser.add_argument("--json", help="file for the figures, written anew after each launch")
@@ -283,6 +325,13 @@ def main() -> None:
     print(json.dumps(run("probe", "try", 0, None)))
     wanted = options.engines.split(",") if options.engines else list(ENGINES)
     engines = [name for name in wanted if name != "deepspeed" or find_spec("deepspeed")]
+    if options.planned:
+        for engine, tokens in [(engine, int(options.tokens.split(",")[0])) for engine in engines]:
+            layers = planned(engine, tokens, device)
+            print(f"{engine}: the planner says that {layers} layers of the 20 B's width fit", flush=True)
+            if layers:
+                run(engine, options.models if options.cpu else "20B", tokens, layers)
+        return
     for attempt in attempts(options, engines):
         run(*attempt)
     for engine in engines if options.largest else []:

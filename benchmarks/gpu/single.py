@@ -102,8 +102,7 @@ def measure(engine_name: str, model_name: str, steps: int, device: str) -> Row:
         loop = Loop(model, make)
         step = partial(loop.step, batch)
     else:
-        plan = zs.Plan(zero=int(engine_name[-1]), precision="bf16")  # type: ignore[arg-type]
-        engine = zs.Engine(model, make, plan, mesh=zs.init_mesh(device=device))
+        engine = zs.Engine(model, make, plan_of(engine_name), mesh=zs.init_mesh(device=device))
         step = partial(_ours, engine, batch)
     for _ in range(WARM):
         step()
@@ -150,13 +149,10 @@ def flops_per_token(model: Any, tokens: int) -> float:
     return 6.0 * weights + 12.0 * config.num_hidden_layers * tokens * config.hidden_size / 2
 
 
-def predict(model_name: str, engine_name: str, gpu: str) -> Row:
-    """The peak that the planner foresees, by a rehearsal that needs no GPU."""
+def task_of(model_name: str) -> Any:
+    """The job of a model, for the planner."""
     import torch
 
-    import zeroshard as zs
-    from zeroshard.doctor.hardware import Machines
-    from zeroshard.planner.predict.predict import predict as predicted
     from zeroshard.planner.predict.rehearse import TrainingTask
 
     rows, tokens = MODELS[model_name]
@@ -167,9 +163,22 @@ def predict(model_name: str, engine_name: str, gpu: str) -> Row:
         drawn = torch.randint(words, (count, tokens))
         return {"input_ids": drawn, "labels": drawn}
 
-    task = TrainingTask(partial(make_model, model_name, "cpu"), batch, make, rows, tokens, model_name, values=True)
-    plan = zs.Plan(zero=int(engine_name[-1]), precision="bf16")  # type: ignore[arg-type]
-    found = predicted(task, plan, Machines.of(gpu, 1), rows)
+    return TrainingTask(partial(make_model, model_name, "cpu"), batch, make, rows, tokens, model_name, values=True)
+
+
+def plan_of(engine_name: str) -> Any:
+    """The plan of one of our engines."""
+    import zeroshard as zs
+
+    return zs.Plan(zero=int(engine_name[-1]), precision="bf16")  # type: ignore[arg-type]
+
+
+def predict(model_name: str, engine_name: str, gpu: str) -> Row:
+    """The peak that the planner foresees, by a rehearsal that needs no GPU."""
+    from zeroshard.doctor.hardware import Machines
+    from zeroshard.planner.predict.predict import predict as predicted
+
+    found = predicted(task_of(model_name), plan_of(engine_name), Machines.of(gpu, 1), MODELS[model_name][0])
     return {"model": model_name, "engine": engine_name, "predicted_bytes": found.peak_bytes, "notes": found.notes}
 
 
