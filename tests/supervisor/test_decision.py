@@ -66,6 +66,41 @@ def test_a_rank_that_stops_alone_is_named() -> None:
     assert "ended with exit code 75 while rank 2 had not" in culprit.reason
 
 
+def aborted(idle: float, **values: Any) -> RankState:
+    """A rank that NCCL's watchdog has ended, a second after its last sign of progress was `idle - 1` seconds old."""
+    heartbeat = reading(1, collective=Collective("gather", 7, "gather parameters of blocks.3"))
+    return dead(1, -signal.SIGABRT, idle=idle, **{"heartbeat": heartbeat, **values})
+
+
+def test_a_rank_that_nccls_watchdog_ends_is_the_echo_of_one_that_stopped_earlier() -> None:
+    states = [living(0, idle=340.0, heartbeat=reading(0, phase="loading data")), aborted(331.0), living(2, idle=335.0)]
+    culprit = diagnose(states, LIMITS)
+    assert culprit is not None and (culprit.ranks, culprit.kind, culprit.phase) == ((0,), "stalled", "loading data")
+    assert culprit.reason == (
+        "made no progress for 340 s, and rank 1 was killed by SIGABRT, as by NCCL's watchdog, in 'gather parameters of "
+        "blocks.3' (number 7)"
+    )
+    assert decide([culprit], [3], 3).restart
+
+
+@pytest.mark.parametrize("others", [living(0, idle=330.5), dead(0, -signal.SIGABRT, 0.5, idle=331.0)])
+def test_without_one_the_first_that_it_ends_is_named_with_its_collective(others: RankState) -> None:
+    culprit = diagnose([others, aborted(331.0)], LIMITS)
+    assert culprit is not None and (culprit.ranks, culprit.kind, culprit.follows) == ((1,), "signal", True)
+    assert culprit.reason == (
+        "was killed by SIGABRT after 330 s without progress, as by NCCL's watchdog, in 'gather parameters of blocks.3' "
+        "(number 7)"
+    )
+
+
+def test_an_abort_in_the_middle_of_work_is_not_the_watchdogs() -> None:
+    culprit = diagnose([living(0, idle=300.0), aborted(1.2)], LIMITS)
+    assert culprit is not None and str(culprit).startswith("rank 1 was killed by SIGABRT (")
+    wrote = said("CommError", "Rank 1 waited 300 s for 'gather parameters of blocks.3' and gave up.")
+    culprit = diagnose([living(0, idle=340.0), aborted(331.0, failure=wrote)], LIMITS)
+    assert culprit is not None and str(culprit).startswith("rank 1 raised CommError: Rank 1 waited 300 s")
+
+
 CAUSES = [
     (dead(1, -signal.SIGKILL), "signal", "rank 1 was killed by SIGKILL"),
     (dead(1, -signal.SIGSEGV), "signal", "rank 1 was killed by SIGSEGV"),

@@ -98,6 +98,41 @@ say(f"rank {rank} done {words}")
 """
 
 
+ABORTED = """
+import ctypes
+from functools import partial
+
+import torch
+import zeroshard as zs
+
+torch.manual_seed(0)
+mesh = zs.init_mesh(timeout=60.0)
+engine = zs.Engine(torch.nn.Linear(4, 1), partial(torch.optim.Adam, lr=0.1), zs.Plan(zero=1), mesh=mesh)
+checkpoint = os.path.join(os.path.dirname(__file__), "checkpoint")
+if attempt:
+    engine.load(checkpoint)
+began = engine.steps
+while engine.steps < 4:
+    loss = engine(torch.full((2, 4), 1.0 + engine.steps)).mean()
+    engine.backward(loss)
+    engine.step()
+    if engine.steps == 2 and attempt == 0:
+        engine.save(checkpoint, wait=True)
+    if engine.steps == 3 and attempt == 0 and rank == 0:
+        mesh.heartbeat.phase("loading data")
+        time.sleep(600)
+    if engine.steps == 3 and attempt == 0:
+        time.sleep(0.5)  # rank 0 stops first
+        mesh.heartbeat.start(("gather", 99, "gather parameters of the root"))  # as between GPUs: the host goes on
+        time.sleep(3.0)
+        os.write(2, b"[E] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=99, OpType=ALLGATHER)\\n")
+        libc, thread = ctypes.CDLL(None), ctypes.c_ulong()
+        libc.pthread_create(ctypes.byref(thread), None, libc.abort, None)  # in a thread without Python, as the watchdog
+        time.sleep(600)
+say(rank, began, engine.steps, loss.item())
+"""
+
+
 SAME_ERROR = "if rank == 1:\n    raise ValueError('bad luck')\ntime.sleep(600)\n"
 
 
@@ -108,6 +143,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Superv
     started = {
         "faults": Supervisor(folder / "faults", FAULTS, "--timeout", "5"),
         "same error": Supervisor(folder / "same error", SAME_ERROR),
+        "aborted": Supervisor(folder / "aborted", ABORTED),
     }
     yield started
     for supervisor in started.values():
@@ -250,6 +286,23 @@ def test_a_node_that_loses_node_0_ends(port: int, start: Callable[..., Superviso
     code, _, err = second.end()
     assert code == 1 and "lost node 0's supervisor" in err[-1], (code, err, time.monotonic() - began)
     assert not rank.is_running()
+
+
+def test_a_rank_that_nccls_watchdog_aborts_is_restarted_from_the_checkpoint(alone: dict[str, Supervisor]) -> None:
+    supervisor = alone["aborted"]
+    code, out, err = supervisor.end()
+    assert code == 0, err
+    lines = sorted(line.split() for line in out.splitlines())
+    assert [line[:3] for line in lines] == [["0", "2", "4"], ["1", "2", "4"]] and lines[0][3] == lines[1][3]
+    (report,) = supervisor.failures()
+    culprit = report["culprit"]
+    assert (culprit["ranks"], culprit["phase"], report["verdict"]["restart"]) == ([0], "loading data", True)
+    assert (
+        "rank 1 was killed by SIGABRT, as by NCCL's watchdog, in 'gather parameters of the root'" in culprit["reason"]
+    )
+    assert [rank["exit"] for rank in report["ranks"]][1] == "SIGABRT"
+    assert "Fatal Python error: Aborted" in report["ranks"][1]["stack"]
+    assert any("Watchdog caught" in line for line in err) and any("restart 1 of 3" in line for line in err)
 
 
 def test_the_same_error_twice_ends_the_job(alone: dict[str, Supervisor]) -> None:

@@ -3,6 +3,10 @@
 [Note: the cause, not its echo] When a rank dies, the connections of the others break, and within milliseconds several
 ranks have failed. A death by a signal or an error of its own is a cause; a broken connection is an echo of one. Among
 equals the first rank to fail is at fault.
+
+[Note: NCCL's watchdog] NCCL's collectives do not block the host. If one does not end within its timeout, a thread of
+torch writes "Watchdog caught collective operation timeout" and ends the process with SIGABRT. The cause is another rank
+that did not come: of the ranks that still run, one that has stopped earlier. Without one it is the killed rank.
 """
 
 import signal
@@ -15,6 +19,7 @@ from zeroshard.supervisor.records import Culprit, FailureVerdict, RankState
 DONE, FAILED, WRONG_INPUT, STOPPED = 0, 1, 2, 75  # exit codes, as everywhere on the command line
 INTERRUPTED = 128 + signal.SIGINT  # exit code after Ctrl-C, as in shells
 SETTLE = 0.5  # seconds from the first failure to the decision, for the cause to appear among its echoes
+STUCK = 2.0  # seconds without progress before SIGABRT, after which the watchdog may have sent it, and not a crash
 ECHO_TYPES = (
     "CommError",
     "BudgetExceededElsewhere",
@@ -135,15 +140,45 @@ def _failed(states: Sequence[RankState]) -> Culprit | None:
         earliest = max(ended, key=lambda s: s.exited)
         others = ", ".join(str(s.rank) for s in states if s not in ended)
         return _culprit([earliest], "left", f"ended with exit code {earliest.exit} while rank {others} had not")
+    earlier = _stopped_before(first, states)
+    if earlier:
+        return _culprit(earlier[:1], "stalled", f"made no progress for {earlier[0].idle:.0f} s, and {_watched(first)}")
     if first.exit is not None and first.exit < 0:
         return _culprit([first], "signal", _end(first), _is_echo(first))
     return _culprit([first], "exit", _end(first), _is_echo(first))
 
 
+def _is_watched(state: RankState) -> bool:
+    """Whether NCCL's watchdog may have ended a rank ([Note: NCCL's watchdog])."""
+    started = state.heartbeat is not None and state.heartbeat.collective.number > 0
+    return state.exit == -signal.SIGABRT and state.failure is None and started and state.idle - state.exited > STUCK
+
+
+def _stopped_before(killed: RankState, states: Sequence[RankState]) -> list[RankState]:
+    """The running ranks that stopped before the rank that the watchdog killed, the earliest first."""
+    late = [s for s in states if s.exit is None and s.tells and s.idle > killed.idle] if _is_watched(killed) else []
+    return sorted(late, key=lambda s: -s.idle)
+
+
+def _watched(state: RankState) -> str:
+    assert state.heartbeat is not None
+    return (
+        f"rank {state.rank} was killed by SIGABRT, as by NCCL's watchdog, in '{state.heartbeat.collective.label}' "
+        f"(number {state.heartbeat.collective.number})"
+    )
+
+
 def _end(state: RankState) -> str:
     """How a rank failed or ended, as the predicate of "rank N"."""
-    if state.exit is not None and state.exit < 0:
-        return f"was killed by {signal_name(-state.exit)}"
+    if state.failure is None and state.exit is not None and state.exit < 0:
+        killed = f"was killed by {signal_name(-state.exit)}"
+        if not _is_watched(state):
+            return killed
+        assert state.heartbeat is not None
+        return (
+            f"{killed} after {state.idle - state.exited:.0f} s without progress, as by NCCL's watchdog, in "
+            f"'{state.heartbeat.collective.label}' (number {state.heartbeat.collective.number})"
+        )
     if state.failure is None:
         return f"ended with exit code {state.exit}"
     first_line = state.failure.message.strip().partition("\n")[0]
