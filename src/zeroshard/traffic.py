@@ -58,6 +58,7 @@ QUEUES = {  # tasks of one queue run one after the other
     UPDATE: "host",
     DISK: "disk",
 }
+LOANS = (Purpose.LEND_WEIGHTS, Purpose.REPAY_GRADIENTS)
 BACKWARDS = (Purpose.SEND_GRADIENTS, Purpose.REPAY_GRADIENTS)  # sent in another group than those of forwards
 
 

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from zeroshard.comm.hang_detector import PATIENCE, HangDetector
-from zeroshard.comm.mesh import Mesh, part_of
+from zeroshard.comm.mesh import Mesh, MessageGroups, part_of
 from zeroshard.comm.over_budget import over_budget_elsewhere
 from zeroshard.comm.pending import Exchange, InPlace, Naming, Pending, Position, SideBySide
 from zeroshard.comm.rendezvous import SHORTEST, give_up
@@ -54,6 +54,7 @@ class Comm:
         digests: by group, a checksum of the labels of all collectives so far, equal on ranks that started the same.
         evaluates: whether the model is evaluated, so that collectives inside of layers are no training traffic.
         session: a number that all ranks agreed on, which separates messages of different engines.
+        message_groups: the process groups of messages.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -67,6 +68,7 @@ class Comm:
         self._network = mesh.platform.network(mesh.rank, mesh.ranks, mesh.device)
         self._groups = {"gather": mesh.gathers, "reduce": mesh.reductions, "control": mesh.control}
         self._started: dict[str, int] = defaultdict(int)
+        self.message_groups = MessageGroups(mesh)
         self._watch: HangDetector | None = None
         self._labels: dict[str, deque[tuple[int, str]]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
         self._parts: list[Comm] = []
@@ -95,11 +97,9 @@ class Comm:
 
         NCCL has one for a process group's collectives, and one for each pair of ranks that exchange messages in it.
         """
-        found = {each for part in self._parts for each in part.communicators}
-        if self.mesh.ranks == 1:
-            return found
-        names = map(_communicator, self._started.keys() - {"control"})
-        return found | {(id(self.mesh.lease or self.mesh), name) for name in names}
+        collectives = [name for name in ("gather", "reduce") if self._started[name] and self.mesh.ranks > 1]
+        found = self.message_groups.communicators | {(id(self.mesh.lease or self.mesh), name) for name in collectives}
+        return found.union(*(part.communicators for part in self._parts))
 
     def reset(self) -> None:
         """Restart counting from zero."""
@@ -396,7 +396,7 @@ class Comm:
         backward = purpose in BACKWARDS
         place = self._place(f"{source}>{destination}{' backward' if backward else ''}", label)
         self._labels[place.group].append((place.number, label))
-        return place, self.counts[purpose], self._groups["reduce" if backward else "gather"]
+        return place, self.counts[purpose], self.message_groups.of((source, destination), purpose, backward)
 
     def _place(self, group: str, label: str) -> Position:
         self._started[group] += 1
@@ -474,13 +474,6 @@ def _in(rank: int, group: str) -> bool:
     """Whether a rank takes part in a group or in a channel."""
     ends = group.removesuffix(" backward").split(">")
     return len(ends) == 1 or str(rank) in ends
-
-
-def _communicator(group: str) -> str:
-    """The communicator's name for a group, or for a channel: one of both directions."""
-    source, message, rest = group.partition(">")
-    destination, _, backward = rest.partition(" ")
-    return ":".join([*sorted([source, destination]), backward]) if message else group
 
 
 def _tag(label: str, session: int) -> int:

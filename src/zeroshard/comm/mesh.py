@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_group, _get_default_store
 
 from zeroshard.comm.heartbeat import Heartbeat
 from zeroshard.comm.process_groups import Lease, is_open, lease, roll_call
@@ -29,6 +29,7 @@ from zeroshard.errors import BudgetExceeded, PlanError
 from zeroshard.memory import find_rooms
 from zeroshard.platform import accelerator
 from zeroshard.platform.real import REAL, Platform
+from zeroshard.traffic import LOANS, Purpose
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # as in malloc.h
 MOST = 2**30  # bytes
@@ -328,6 +329,49 @@ def part_of(mesh: Mesh, parts: Sequence[Sequence[int]], name: str) -> Mesh:
         mesh.heartbeat,
         lease=kept,
     )
+
+
+class MessageGroups:
+    """The process groups of messages between the ranks of a mesh.
+
+    [Note: messages in order] NCCL ignores the tags of messages, and those of two ranks in one group are one queue for
+    both directions: a message does not begin before the other rank has begun the one before it. So a queue has messages
+    of one engine, kind and direction, which both ends start in the order of the schedule. Activations go to the next
+    stage, with several chunks from the last stage to the first too ("wraps"), and gradients the other way; weights are
+    lent ("loans") at times of their own. gloo finds messages by their tags, so it needs no queues.
+
+    Attributes:
+        communicators: that NCCL has made for messages so far: the lease or the mesh, and the two ranks.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh, self._meshes = mesh, dict[str, Mesh]()
+        self.communicators: set[tuple[int, str]] = set()
+
+    def separate(self, kinds: Sequence[str]) -> None:
+        """Give messages of these kinds ("neighbours", "wraps", "loans") groups of their own; a collective call.
+
+        Raises:
+            PlanError: the default group has one communicator for everything (it was made with `device_id`).
+        """
+        if self._mesh.gathers is not None and _get_default_group().bound_device_id is not None:
+            raise PlanError(
+                "The process group was made with device_id, so that NCCL has one communicator for each group, in which "
+                "messages of a pipeline wait for each other in a circle. Leave device_id out of init_process_group(), "
+                "or leave that call to zs.init_mesh()."
+            )
+        everyone = [list(range(self._mesh.ranks))]
+        self._meshes = {kind: part_of(self._mesh, everyone, f"messages: {kind}") for kind in kinds}
+
+    def of(self, ends: tuple[int, int], purpose: Purpose, backward: bool) -> dist.ProcessGroup | None:
+        """The group of a message from the first of `ends` to the second."""
+        source, destination = ends
+        usual = "wraps" if (source > destination) != backward else "neighbours"
+        kind = dict.fromkeys(LOANS, "loans").get(purpose, usual)
+        mesh = self._meshes.get(kind, self._mesh)
+        name = f"{min(ends)}:{max(ends)}{' backward' if backward else ''}"
+        self.communicators.add((id(mesh.lease or mesh), name))
+        return mesh.reductions if backward else mesh.gathers
 
 
 def beside(mesh: Mesh, name: str) -> Mesh:

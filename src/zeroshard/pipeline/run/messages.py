@@ -24,9 +24,9 @@ from zeroshard.pipeline.stage import Stage
 from zeroshard.schedule import Action, Kind
 from zeroshard.schedule.lower import LOANS_UNDER_WAY
 from zeroshard.step.losses import adds_penalties
+from zeroshard.traffic import LOANS
 
 UNDER_WAY = 4  # messages in flight before a wait for the oldest; lists are verified even for none
-LOANS = (Purpose.LEND_WEIGHTS, Purpose.REPAY_GRADIENTS)
 SENDS = {Kind.SEND_FORWARD: Purpose.SEND_ACTIVATIONS, Kind.SEND_BACKWARD: Purpose.SEND_GRADIENTS}
 RECEIVES = {Kind.RECEIVE_FORWARD: Purpose.SEND_ACTIVATIONS, Kind.RECEIVE_BACKWARD: Purpose.SEND_GRADIENTS}
 Shape = tuple[tuple[int, ...], torch.dtype]
