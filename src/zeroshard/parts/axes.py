@@ -65,6 +65,7 @@ class Axes:
         world: all ranks that train.
         alike: the ranks of this rank's stage, which agree on each step.
         new: the axes of techniques, by name.
+        new_groups: the ranks of the stage in the groups of each of them.
         data_ranks: how many batches make up a step; `data_rank` is this rank's.
 
     Raises:
@@ -84,6 +85,7 @@ class Axes:
         new = self._new(stage.mesh.ranks)
         for name, axis in new.items():  # traffic of data axes interleaves with reductions of the same ranks
             self.new[name] = self._axis(name, partial(self._groups_of, name), own=axis.data)
+        self.new_groups = [self._groups_of(name, stage.mesh.ranks) for name in new]
         kinds = [DENSE, *map(PlaceKind, new), *(PlaceKind(name, True) for name, axis in new.items() if not axis.data)]
         self._places = {kind: self._place(kind) for kind in kinds}
         self.dense = self.place(DENSE)
@@ -134,12 +136,6 @@ class Axes:
         comms = [comm for comm in dict.fromkeys(axis.comm for axis in self._known.values()) if comm not in inside]
         gathers, reductions = ([comm.digests[kind] for comm in comms] for kind in ("gather", "reduce"))
         return _joined(gathers), _joined(reductions), *(_joined([*comm.digests.values()]) for comm in inside)
-
-    @property
-    def new_groups(self) -> list[Partition]:
-        """The ranks of the stage in the groups of each axis in `new`."""
-        ranks = self._stage.mesh.ranks
-        return [self._groups_of(name, ranks) for name in self.new]
 
     @property
     def same_data(self) -> Partition:

@@ -20,6 +20,7 @@ from zeroshard.platform import ranges
 from zeroshard.schedule.actions import Action, Kind, Schedule
 
 Handler = Callable[[Action], None]
+Key = tuple[int, int]  # chunk, microbatch
 Timed = tuple[Action, float, float]  # an action with its start and end in seconds of the clock
 
 
@@ -62,3 +63,15 @@ class Interpreter:
             yield
         finally:
             self.spans = tuple(other for other in self.spans if other is not spans)
+
+
+def key_of(action: Action) -> Key:
+    """The chunk and the microbatch of an action that has one."""
+    assert action.microbatch is not None
+    return action.chunk, action.microbatch
+
+
+def peer_of(action: Action) -> int:
+    """The rank at the other end of a message."""
+    assert action.peer is not None
+    return action.peer

@@ -11,7 +11,7 @@ from zeroshard.comm.mesh import Mesh
 from zeroshard.parts.part import MicrobatchRows, Parts
 from zeroshard.parts.weights import Gatherer
 from zeroshard.schedule import Action, Kind, PipelineSchedule, Schedule, verify
-from zeroshard.schedule.run import Interpreter
+from zeroshard.schedule.run import Interpreter, key_of
 from zeroshard.step.batch import even_share, uneven_microbatches
 from zeroshard.step.losses import Loss
 from zeroshard.step.sequence import Run, StepOrder, StepSequence
@@ -82,14 +82,14 @@ class OneStage(StepOrder):
         return 2 * self._count
 
     def _forward(self, action: Action) -> None:
-        start, number = self.interpreter.now(), _number(action)
+        start, (_, number) = self.interpreter.now(), key_of(action)
         part, share, rows = self._parts[number]
         with self._all.random_numbers.microbatch(rows):
             self._losses[number] = even_share(self._run(part), share, self._batch, self._count)
         self.interpreter.note(action, start)
 
     def _backwards(self, action: Action) -> None:
-        start, number = self.interpreter.now(), _number(action)
+        start, (_, number) = self.interpreter.now(), key_of(action)
         loss = self._losses.pop(number)
         self._mean += loss.value.detach().to(self._mean.device)
         with nullcontext() if number in self._reduced else self._backward.local():
@@ -109,8 +109,3 @@ class OneStage(StepOrder):
         start = self.interpreter.now()
         self._sequence.take(self._steps())
         self.interpreter.note(action, start)
-
-
-def _number(action: Action) -> int:
-    assert action.microbatch is not None
-    return action.microbatch

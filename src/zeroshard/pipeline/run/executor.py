@@ -24,12 +24,10 @@ from zeroshard.pipeline.stage import Stage
 from zeroshard.recompute.chunks import ChunkForward, ChunkInputs
 from zeroshard.schedule import Action, Kind, Schedule
 from zeroshard.schedule.actions import COMPUTE
-from zeroshard.schedule.run import Handler, Interpreter
+from zeroshard.schedule.run import Handler, Interpreter, Key, key_of, peer_of
 from zeroshard.step.context import WeightGradients
 from zeroshard.step.losses import Loss
 from zeroshard.step.sequence import Run, StepSequence
-
-Key = tuple[int, int]  # chunk, microbatch
 
 
 @dataclass(slots=True)
@@ -140,7 +138,7 @@ class Executor:
         return result if self._is_last(actions[-1].chunk) else None
 
     def _forward(self, action: Action) -> None:
-        chunk, j = action.chunk, _number(action)
+        chunk, j = key_of(action)
         flight = self._flights[chunk, j] = self._enter(action)
         start = self.interpreter.now()
         if self._inputs.recomputes and (chunk, j) not in self._at_once:
@@ -159,7 +157,7 @@ class Executor:
 
     def _enter(self, action: Action) -> _Flight:
         """Wait for the chunk's input, and install its weights."""
-        chunk, j = action.chunk, _number(action)
+        chunk, j = key_of(action)
         flight = _Flight()
         if chunk > 0:
             local = self._out.pop((Kind.FORWARD, chunk - 1, j), None)
@@ -206,7 +204,7 @@ class Executor:
         flight.buffers.clear()
 
     def _leave(self, action: Action, flight: _Flight) -> None:
-        chunk, j = action.chunk, _number(action)
+        chunk, j = key_of(action)
         if flight.again is not None:
             flight.again.drop()
         self._release(flight)
@@ -217,7 +215,7 @@ class Executor:
 
     def _compute(self, action: Action, flight: _Flight) -> tuple[Any, Bypass | None]:
         """The chunk's own forward: its output, and the values beside it, if any cross stages."""
-        chunk, j = action.chunk, _number(action)
+        chunk, j = key_of(action)
         stage = self._stage
         forward = partial(self._run, self._parts[j].batch)
         first, last = stage.firsts[chunk], stage.firsts[chunk + 1]
@@ -235,7 +233,7 @@ class Executor:
         return nullcontext() if deferral is None else deferral.into(flight.store)
 
     def _pass_on(self, action: Action, output: Any, bypass: Bypass | None) -> None:
-        chunk, j = action.chunk, _number(action)
+        chunk, j = key_of(action)
         if not self._is_last(chunk):
             layer = self._stage.firsts[chunk + 1]
             self.messages.check(output, self._shape(layer, j), layer)
@@ -245,12 +243,12 @@ class Executor:
     def _keep(self, action: Action, flight: _Flight, output: Any) -> None:
         """Keep the root of the graph for the backward, not its output."""
         if self._is_last(action.chunk):
-            flight.loss = output.weighted(self._parts[_number(action)].weight)
+            flight.loss = output.weighted(self._parts[key_of(action)[1]].weight)
         elif output.requires_grad:
             flight.edge = get_gradient_edge(output)
 
     def _backwards(self, action: Action) -> None:
-        chunk, j = action.chunk, _number(action)
+        chunk, j = key_of(action)
         flight = self._flights[chunk, j]
         gradient = self._gradient_of_output(chunk, j, flight)
         weight: float | Tensor = 1.0 if self._is_last(chunk) else self.messages.weights.take(chunk, j)
@@ -298,13 +296,13 @@ class Executor:
         start = self.interpreter.now()
         self._chunks.backward(action)
         with self._backward.local(), self._backward.scaled():
-            self._flights[action.chunk, _number(action)].store.compute()
+            self._flights[key_of(action)].store.compute()
         self.interpreter.note(action, start)
         self._land(action)
 
     def _land(self, action: Action) -> None:
         """Release a microbatch after its last action on a chunk."""
-        chunk, j = action.chunk, _number(action)
+        chunk, j = key_of(action)
         self._leave(action, self._flights.pop((chunk, j)))
         if not any(number == j for _, number in self._flights) and chunk < self._stage.pipeline.layout.stages:
             self._parts.pop(j, None)
@@ -326,30 +324,30 @@ class Executor:
         return Purpose.SEND_ACTIVATIONS if self._chunks.trains else Purpose.SEND_TO_EVALUATE
 
     def _receive_forward(self, action: Action) -> None:
-        chunk, j, peer = action.chunk, _number(action), _peer(action)
+        (chunk, j), peer = key_of(action), peer_of(action)
         layer = self._stage.firsts[chunk]
         name, trains = f"input of F{chunk}.{j}", self._chunks.trains
         self.messages.post(name, self._shape(layer, j), peer, self._sending, layer, saved=trains)
         self.messages.beside.post(chunk, j, self._entering(layer, j).beside, peer, self._sending)
 
     def _receive_backward(self, action: Action) -> None:
-        chunk, j, peer = action.chunk, _number(action), _peer(action)
+        (chunk, j), peer = key_of(action), peer_of(action)
         layer = self._stage.firsts[chunk + 1]
         self.messages.post(f"gradient for B{chunk}.{j}", self._shape(layer, j), peer, Purpose.SEND_GRADIENTS, layer)
         self.messages.weights.post(chunk, j, peer)
 
     def _send_forward(self, action: Action) -> None:
-        chunk, j = action.chunk, _number(action)
+        chunk, j = key_of(action)
         output, layer = self._out.pop((Kind.FORWARD, chunk, j)), self._stage.firsts[chunk + 1]
-        self.messages.send(f"input of F{chunk + 1}.{j}", output, _peer(action), self._sending, layer=layer)
-        self.messages.beside.send(chunk, j, _peer(action), self._sending)
+        self.messages.send(f"input of F{chunk + 1}.{j}", output, peer_of(action), self._sending, layer=layer)
+        self.messages.beside.send(chunk, j, peer_of(action), self._sending)
 
     def _send_backward(self, action: Action) -> None:
-        chunk, j = action.chunk, _number(action)
+        chunk, j = key_of(action)
         gradient, layer = self._out.pop((Kind.BACKWARD, chunk, j)), self._stage.firsts[chunk]
         name, purpose = f"gradient for B{chunk - 1}.{j}", Purpose.SEND_GRADIENTS
-        self.messages.send(name, gradient, _peer(action), purpose, layer=layer)
-        self.messages.weights.send(chunk - 1, j, _peer(action))
+        self.messages.send(name, gradient, peer_of(action), purpose, layer=layer)
+        self.messages.weights.send(chunk - 1, j, peer_of(action))
 
     def _update(self, action: Action) -> None:
         self._chunks.decide()
@@ -377,7 +375,7 @@ def _followed_by_their_backward(actions: Sequence[Action]) -> set[Key]:
     computes = [action for action in actions if action.kind in COMPUTE]
     pairs = pairwise(computes)
     return {
-        (a.chunk, _number(a))
+        key_of(a)
         for a, b in pairs
         if a.kind is Kind.FORWARD and b.kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT) and a[1:3] == b[1:3]
     }
@@ -387,16 +385,6 @@ def _viewed(buffer: Tensor, shape: Shape) -> Tensor:
     """The tensor of a shape in a buffer, which may end in padding."""
     size, _ = shape
     return buffer[: torch.Size(size).numel()].view(size)
-
-
-def _number(action: Action) -> int:
-    assert action.microbatch is not None
-    return action.microbatch
-
-
-def _peer(action: Action) -> int:
-    assert action.peer is not None
-    return action.peer
 
 
 def _values_of(output: Any) -> Tensor:

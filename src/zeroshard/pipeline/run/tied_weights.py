@@ -9,8 +9,7 @@ from zeroshard.pipeline.run.borrowed import Borrowed
 from zeroshard.pipeline.run.messages import Messages
 from zeroshard.pipeline.stage import Stage
 from zeroshard.schedule import Action, Kind, Loan
-
-Key = tuple[int, int]  # chunk, microbatch
+from zeroshard.schedule.run import Key, peer_of
 
 
 class TiedWeights:
@@ -52,14 +51,14 @@ class TiedWeights:
         """Send the gradients of a chunk's borrowed weights."""
         debt = self._debt(action)
         sent = debt.borrowed.repay(self._arena)
-        self._messages.send(f"repayment {debt.loan}", sent, _peer(action), Purpose.REPAY_GRADIENTS, scratch=True)
+        self._messages.send(f"repayment {debt.loan}", sent, peer_of(action), Purpose.REPAY_GRADIENTS, scratch=True)
 
     def collect(self, action: Action) -> None:
         """Add the borrower's gradients to the owner's."""
         loan = self._loan_to(action)
         lent, name = self._lent[loan], f"repayment {loan}"
         shape = ((lent.numel,), torch.promote_types(lent.dtype, torch.float32))
-        self._messages.post(name, shape, _peer(action), Purpose.REPAY_GRADIENTS)
+        self._messages.post(name, shape, peer_of(action), Purpose.REPAY_GRADIENTS)
         buffer = self._messages.take(name)
         lent.add(buffer)
         self._messages.release(buffer)
@@ -73,7 +72,7 @@ class TiedWeights:
         lent.pack(packed)
         self._gatherer.free(lent.units)
         name = f"{loan}, version {action.version}"
-        self._messages.send(name, packed, _peer(action), Purpose.LEND_WEIGHTS, scratch=True)
+        self._messages.send(name, packed, peer_of(action), Purpose.LEND_WEIGHTS, scratch=True)
 
     def borrow(self, action: Action) -> None:
         """Post a buffer for a version."""
@@ -83,7 +82,7 @@ class TiedWeights:
             debt.settle()
         name = f"{debt.loan}, version {action.version}"
         room = debt.borrowed.room(idle)
-        self._messages.post_into(name, room, [debt.borrowed.numel], _peer(action), Purpose.LEND_WEIGHTS)
+        self._messages.post_into(name, room, [debt.borrowed.numel], peer_of(action), Purpose.LEND_WEIGHTS)
         debt.coming.append((action.microbatch, name))
 
     def gathers(self, action: Action, unit: int) -> bool:
@@ -97,11 +96,11 @@ class TiedWeights:
         )
 
     def _debt(self, action: Action) -> "_Debt":
-        owner = self._layout.stage_of(_peer(action))
+        owner = self._layout.stage_of(peer_of(action))
         return next(debt for debt in self.borrowed[action.chunk] if self._stage_of(debt.loan.owner) == owner)
 
     def _loan_to(self, action: Action) -> Loan:
-        borrower = self._layout.stage_of(_peer(action))
+        borrower = self._layout.stage_of(peer_of(action))
         return next(
             loan for loan in self._lent if loan.owner == action.chunk and self._stage_of(loan.borrower) == borrower
         )
@@ -161,8 +160,3 @@ class _Lent:
     def _split(self, buffer: Tensor) -> list[tuple[Tensor, tuple[Part, int]]]:
         sizes = [part.flat.index.entries[n].numel for part, n in self._places]
         return list(zip(buffer.split(sizes), self._places, strict=True))
-
-
-def _peer(action: Action) -> int:
-    assert action.peer is not None
-    return action.peer
