@@ -3,8 +3,9 @@
 from fractions import Fraction
 
 import pytest
+from reproduce.block_formulas import block_messages, block_parameters, saved_bytes
 
-from zeroshard.reproduce.block_formulas import BlockShape, block_messages, block_parameters, saved_bytes
+from zeroshard.reproduce.block_times import BlockShape
 
 SHAPES = [BlockShape(1, 2048, 12288, 96), BlockShape(4, 512, 1024, 16), BlockShape(3, 7, 10, 5)]
 

@@ -9,11 +9,12 @@ import math
 import pytest
 import torch
 from pool import Pool
+from reproduce.block_formulas import saved_bytes
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import zeroshard as zs
-from zeroshard.reproduce.block_formulas import BlockShape, saved_bytes
+from zeroshard.reproduce.block_times import BlockShape
 
 ROWS, POSITIONS, WIDTH, HEADS = 2, 64, 64, 4
 SHAPE = BlockShape(ROWS, POSITIONS, WIDTH, HEADS)

@@ -9,13 +9,14 @@ import pytest
 import torch
 from engine import models
 from pool import Pool
+from reproduce.block_formulas import block_messages
 from split_models import training
 from split_models.small_models import LAYERS
 from split_models.training import Run, Seen, batch, between, make_engine, take_steps
 
 import zeroshard as zs
 from zeroshard.errors import PlanError
-from zeroshard.reproduce.block_formulas import BlockShape, block_messages
+from zeroshard.reproduce.block_times import BlockShape
 from zeroshard.tensor.split.planned_messages import Pair
 
 INSIDE = ("sum activations", "gather activations")

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from zeroshard.doctor.hardware import Device, Machines
-from zeroshard.reproduce.block_formulas import BlockShape
 
 DTYPE, NBYTES = "fp16", 2
 MULTIPROCESSORS = 108  # of an A100
@@ -19,6 +18,33 @@ WAVE_RATE = 0.75  # of the peak, in whole waves of tiles: assumed
 PEAK = 312e12  # operations per second in 16 bits
 NETWORK_GBPS = 8 * 200  # of a DGX A100: eight adapters of 200 Gb/s
 UPDATE_BYTES = 28  # that mixed-precision Adam reads and writes per parameter: 2 + 12 read, 12 + 2 written
+
+
+@dataclass(frozen=True, slots=True)
+class BlockShape:
+    """A GPT block at work on one microbatch.
+
+    Attributes:
+        rows: b of the microbatch.
+        positions: s of each row.
+        width: h.
+        heads: a.
+    """
+
+    rows: int
+    positions: int
+    width: int
+    heads: int
+
+    @property
+    def elements(self) -> int:
+        """b·s·h."""
+        return self.rows * self.positions * self.width
+
+    @property
+    def scores(self) -> int:
+        """a·b·s², the attention scores of all heads."""
+        return self.heads * self.rows * self.positions**2
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,34 +7,7 @@ what is sent, and section 5.1 for parameters. Activations and gradients have 16 
 from dataclasses import dataclass
 from fractions import Fraction
 
-NBYTES = 2  # of an element of 16 bits
-
-
-@dataclass(frozen=True, slots=True)
-class BlockShape:
-    """A GPT block at work on one microbatch.
-
-    Attributes:
-        rows: b of the microbatch.
-        positions: s of each row.
-        width: h.
-        heads: a.
-    """
-
-    rows: int
-    positions: int
-    width: int
-    heads: int
-
-    @property
-    def elements(self) -> int:
-        """b·s·h."""
-        return self.rows * self.positions * self.width
-
-    @property
-    def scores(self) -> int:
-        """a·b·s², the attention scores of all heads."""
-        return self.heads * self.rows * self.positions**2
+from zeroshard.reproduce.block_times import BlockShape
 
 
 @dataclass(frozen=True, slots=True)
