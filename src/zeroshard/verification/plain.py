@@ -85,11 +85,9 @@ class Plain:
         """Forwards and backwards of a step; the weights stay as they are."""
         self.model.zero_grad(set_to_none=True)
         losses: list[tuple[float, float]] = []
-        total, count = 0.0, self._count(number)
+        total = 0.0
         with self.watch.step() as calls:
-            for part, batch, share in self._parts(number):
-                loss = self._loss(part, batch)
-                weight = share if count is None else 1.0 / max(count, 1.0)
+            for loss, weight in self._losses(number):
                 (loss.value * weight).backward()
                 losses.append((loss.value.item(), 1.0 if loss.items is None else float(loss.items)))
                 total += loss.value.item() * weight
@@ -109,15 +107,7 @@ class Plain:
 
     def contributions(self, number: int, name: str) -> list[Tensor]:
         """The contribution of each part to the gradient of a parameter in a step, weighted as in `step`."""
-        kept, count, found = list(self._states), self._count(number), []
-        parameter = self.trained[name]
-        for part, batch, share in self._parts(number):
-            loss = self._loss(part, batch).value
-            weight = share if count is None else 1.0 / max(count, 1.0)
-            (gradient,) = torch.autograd.grad(loss * weight, [parameter], allow_unused=True)
-            found.append(torch.zeros_like(parameter) if gradient is None else gradient.detach())
-        self._states, self._part = kept, None
-        return found
+        return self._gradients(number, self.trained[name])
 
     def by_use(self, number: int, name: str) -> Tensors:
         """The gradient of a tied parameter in a step, by each of the names under which modules use it."""
@@ -128,18 +118,12 @@ class Plain:
             for attribute, value in module._parameters.items()
             if value is parameter
         ]
-        found, kept, count = {}, list(self._states), self._count(number)
+        found = {}
         for path, module, attribute in sites if len(sites) > 1 else []:
             own = module._parameters[attribute] = nn.Parameter(parameter.detach().clone())
-            total = torch.zeros_like(own)
-            for part, batch, share in self._parts(number):
-                loss = self._loss(part, batch).value
-                weight = share if count is None else 1.0 / max(count, 1.0)
-                (gradient,) = torch.autograd.grad(loss * weight, [own], allow_unused=True)
-                total += 0.0 if gradient is None else gradient
+            first, *others = self._gradients(number, own)
             module._parameters[attribute] = parameter
-            found[f"{path}.{attribute}"] = total.detach()
-        self._states, self._part = kept, None
+            found[f"{path}.{attribute}"] = sum(others, first)
         return found
 
     def whole(self, number: int) -> Any:
@@ -206,9 +190,21 @@ class Plain:
         self._states = kept
         return None if total < 0 else total
 
-    def _loss(self, part: int, batch: Any) -> Loss:
-        self._part = part
-        return self._value(called_with(self.model, batch), batch)
+    def _losses(self, number: int) -> Iterator[tuple[Loss, float]]:
+        """The loss of each part, and its weight in the loss of the step."""
+        count = self._count(number)
+        for part, batch, share in self._parts(number):
+            self._part = part
+            yield self._value(called_with(self.model, batch), batch), share if count is None else 1.0 / max(count, 1.0)
+
+    def _gradients(self, number: int, parameter: nn.Parameter) -> list[Tensor]:
+        """The gradient of each part's weighted loss by a parameter; buffers and counters stay as they are."""
+        kept, found = list(self._states), []
+        for loss, weight in self._losses(number):
+            (gradient,) = torch.autograd.grad(loss.value * weight, [parameter], allow_unused=True)
+            found.append(torch.zeros_like(parameter) if gradient is None else gradient.detach())
+        self._states, self._part = kept, None
+        return found
 
     def _value(self, output: Any, batch: Any) -> Loss:
         """A mean, or a sum and its count."""

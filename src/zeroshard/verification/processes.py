@@ -19,6 +19,7 @@ from zeroshard.comm.mesh import SETTLE, Mesh, keep_freed_memory, mesh_of, stay_i
 from zeroshard.errors import CommError, ModelError, ZeroshardError
 from zeroshard.verification.job import VerificationJob
 from zeroshard.verification.observe import RankRecord, observe
+from zeroshard.verification.plain import one_thread
 
 IMPORTED = ["torch", "torch.distributed", "torch._dynamo", "zeroshard.engine", "zeroshard.verification.observe"]
 TIMEOUT = 60.0  # seconds that a collective may wait
@@ -76,14 +77,11 @@ def run_ranks(jobs: Sequence[VerificationJob]) -> list[list[RankRecord] | Zerosh
 
 def _alone(job: VerificationJob) -> list[RankRecord] | ZeroshardError:
     """A job of one rank, in this process."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return [observe(Mesh(timeout=TIMEOUT), job)]
-    except ZeroshardError as error:
-        return error
-    finally:
-        torch.set_num_threads(before)
+    with one_thread():
+        try:
+            return [observe(Mesh(timeout=TIMEOUT), job)]
+        except ZeroshardError as error:
+            return error
 
 
 def _work(rank: int, ranks: int, folder: str, jobs: list[VerificationJob], pipe: Connection) -> None:
