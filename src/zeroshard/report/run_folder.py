@@ -7,8 +7,9 @@ missing or cut off become notes on the page. A number that is absent, null or no
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
+from typing import Any, TypeVar
 
 from zeroshard.errors import PlanError, ReportError
 from zeroshard.schedule.actions import Action
@@ -19,6 +20,7 @@ SUMMARY = "summary.json"
 MEMORY = "memory.json"
 TIMELINE = "timeline.json"
 PREDICTION = "prediction.json"
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +243,19 @@ class Record:
         value = self.fields.get(key)
         return [Record(item) for item in value] if isinstance(value, list) else []
 
+    def read(self, kind: type[R], **given: Any) -> R:
+        """A dataclass from the values under the names of its fields, but for those that are given."""
+        for each in fields(kind):  # type: ignore[arg-type]
+            if each.name in given:
+                continue
+            if each.type is float:
+                given[each.name] = self.number(each.name)
+            elif each.type is str:  # files of earlier versions lack those with a default
+                given[each.name] = self.text(each.name) or (each.default if each.default is not MISSING else "")
+            else:
+                given[each.name] = self.record(each.name).fields
+        return kind(**given)
+
 
 def read_run(run: Path) -> RunRecord:
     """Read a run folder; ReportError when it or its training lines are missing."""
@@ -303,13 +318,9 @@ def _metric_lines(metrics: Path) -> tuple[list[Record], int]:
 def _training(lines: list[Record]) -> Iterator[TrainingPoint]:
     for line in lines:
         if "bits_per_byte" in line.fields or "loss" in line.fields:
-            yield TrainingPoint(
+            yield line.read(
+                TrainingPoint,
                 step=int(line.number("step")),
-                bits_per_byte=line.number("bits_per_byte"),
-                grad_norm=line.number("grad_norm"),
-                tokens_per_s=line.number("tokens_per_s"),
-                seconds=line.number("seconds"),
-                rss_bytes=line.number("rss_bytes"),
                 skipped=line.fields.get("skipped") is True,
                 exposed=_exposed(line.record("exposed_seconds")),
                 taken=_or_zero(line.number("guesses_taken")),
@@ -358,46 +369,10 @@ def _json_file(path: Path, when_absent: str, notes: list[str]) -> Record:
 
 
 def _summary(record: Record) -> Summary:
-    return Summary(
-        title=record.text("title"),
-        sample=record.text("sample"),
-        zeroshard=record.text("zeroshard"),
-        torch=record.text("torch"),
-        train_bits_per_byte=record.number("train_bits_per_byte"),
-        validation_bits_per_byte=record.number("validation_bits_per_byte"),
-        world_size=record.number("world_size"),
-        parameters=record.number("parameters"),
-        seconds=record.number("seconds"),
-        corpus=record.record("corpus").fields,
-        plan=record.record("plan").fields,
-        memory=tuple(_memory_row(row) for row in record.records("memory")),
-        traffic=tuple(_traffic_row(row) for row in record.records("traffic")),
-        activations=tuple(_activation_row(row) for row in record.records("activations")),
-        arena=_arena(record.record("arena")),
-    )
-
-
-def _arena(record: Record) -> ArenaRecord | None:
-    numbers = [record.number(key) for key in ("nbytes", "live_bytes", "checkpoints", "outside")]
-    return ArenaRecord(*numbers) if record.fields else None
-
-
-def _memory_row(row: Record) -> MemoryRecord:
-    keys = ("planned_bytes", "padding_bytes", "measured_bytes", "peak_bytes")
-    planned, padding, measured, peak = (row.number(key) for key in keys)
-    tier = row.text("tier") or "device"  # earlier versions did not write it
-    return MemoryRecord(row.text("category"), planned, padding, measured, peak, tier)
-
-
-def _traffic_row(row: Record) -> TrafficRecord:
-    numbers = ("planned_elements", "measured_elements", "measured_bytes", "calls")
-    return TrafficRecord(row.text("purpose"), *(row.number(key) for key in numbers))
-
-
-def _activation_row(row: Record) -> ActivationRecord:
-    numbers = ("saved_bytes", "kept_bytes", "measured_kept_bytes", "again", "measured_again", "again_seconds",
-               "measured_again_seconds", "stored_seconds", "measured_stored_seconds")  # fmt: skip
-    return ActivationRecord(row.text("block"), row.text("action"), *(row.number(key) for key in numbers))
+    kinds: dict[str, type[Any]] = {"memory": MemoryRecord, "traffic": TrafficRecord, "activations": ActivationRecord}
+    tables = {name: tuple(row.read(kind) for row in record.records(name)) for name, kind in kinds.items()}
+    arena = record.record("arena")
+    return record.read(Summary, **tables, arena=arena.read(ArenaRecord) if arena.fields else None)
 
 
 def _memory(record: Record) -> MemoryStep | None:
@@ -424,13 +399,12 @@ def _event(row: Record, categories: tuple[str, ...]) -> MemoryEvent:
 def _forecast(path: Path, notes: list[str]) -> ForecastRecord | None:
     """The comparison with the prediction, or None if the run had none or ended before it."""
     record = _json_file(path, "", notes) if path.is_file() else Record(None)
-    rows = [(row, row.number("predicted"), row.number("measured")) for row in record.records("rows")]
+    rows = record.records("rows")
     if not rows:
         return None
     given = record.fields.get("warnings")
     warnings = tuple(map(str, given)) if isinstance(given, list) else ()
-    kept = tuple(PredictionRow(row.text("part"), row.text("name"), *numbers) for row, *numbers in rows)
-    return ForecastRecord(record.number("rank"), record.number("step"), kept, warnings)
+    return record.read(ForecastRecord, rows=tuple(row.read(PredictionRow) for row in rows), warnings=warnings)
 
 
 def _timelines(path: Path, notes: list[str]) -> Timelines | None:

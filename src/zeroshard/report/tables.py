@@ -4,8 +4,9 @@ import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from statistics import median
+from typing import Any, TypeVar
 
 from zeroshard.parts.settings import flat
 from zeroshard.report.run_folder import (
@@ -27,6 +28,8 @@ from zeroshard.text import (
     format_exact,
     format_share,
 )
+
+R = TypeVar("R", ActivationRecord, MemoryRecord, TrafficRecord)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +79,7 @@ def traffic_table(rows: tuple[TrafficRecord, ...]) -> Table | None:
     """Elements and bytes on the wire in one step; None without rows."""
     if not rows:
         return None
-    total = TrafficRecord(
-        "All purposes",
-        sum(row.planned_elements for row in rows),
-        sum(row.measured_elements for row in rows),
-        sum(row.measured_bytes for row in rows),
-        sum(row.calls for row in rows),
-    )
+    total = _total(TrafficRecord, rows, purpose="All purposes")
     return Table(
         "Wire volume per step: formula and measured",
         ("Purpose", "Formula, elements", "Measured, elements", "Difference", "Measured bytes", "Calls"),
@@ -176,17 +173,18 @@ def _memory_sums(rows: Sequence[MemoryRecord], named: bool) -> list[Row]:
     planned = [row for row in rows if math.isfinite(row.planned_bytes)]
     everything = sum(row.measured_bytes for row in rows)
     sums = [Row(f"All categories{place}", (*[Cell(DASH)] * 2, _bytes(everything), *[Cell(DASH)] * 2))]
-    if planned:
-        total = MemoryRecord(
-            "with a formula",
-            sum(row.planned_bytes for row in planned),
-            sum(_or_zero(row.padding_bytes) for row in planned),
-            sum(row.measured_bytes for row in planned),
-            # categories may peak at different times, so their peaks have no sum
-            math.nan,
-        )
+    if planned:  # categories may peak at different times, so their peaks have no sum
+        padding = sum(_or_zero(row.padding_bytes) for row in planned)
+        total = replace(_total(MemoryRecord, planned, category=""), padding_bytes=padding, peak_bytes=math.nan)
         sums.insert(0, Row(f"Categories with a formula{place}", _memory_cells(total)))
     return sums
+
+
+def _total(kind: type[R], rows: Sequence[R], **named: Any) -> R:
+    """A record with the sums of all numbers."""
+    numbers = [each.name for each in fields(kind) if each.type is float]
+    sums = {name: sum(getattr(row, name) for row in rows) for name in numbers}
+    return kind(**named, **sums)
 
 
 def _memory_cells(row: MemoryRecord) -> tuple[Cell, ...]:
@@ -246,24 +244,12 @@ def activations_table(rows: Sequence[ActivationRecord]) -> Table | None:
     """Decision, bytes and seconds of each block; None without decisions."""
     if not rows:
         return None
-    total = Row(
-        "All blocks",
-        (
-            Cell(DASH),
-            _bytes_or_dash(sum(row.saved_bytes for row in rows)),
-            _bytes_or_dash(sum(row.kept_bytes for row in rows)),
-            Cell(DASH),
-            _times(sum(row.again for row in rows), sum(row.measured_again for row in rows)),
-            _seconds(sum(row.again_seconds for row in rows)),
-            _seconds(sum(row.measured_again_seconds for row in rows)),
-            _both(sum(row.stored_seconds for row in rows), sum(row.measured_stored_seconds for row in rows)),
-        ),
-    )
+    total = replace(_total(ActivationRecord, rows, block="All blocks", action=DASH), measured_kept_bytes=math.nan)
     return Table(
         "Activations of each block",
         ("Block", "Action", "Saves", "Kept, predicted", "Kept, measured", "Again", "Predicted", "Measured", "Stored"),
         tuple(Row(row.block, _cells(row)) for row in rows),
-        (total,),
+        (Row(total.block, _cells(total)),),
         "Saves: what the block would keep of itself. Kept: between forward and backward, with the input of the next"
         " block. Again: how often its forward is computed again, predicted and measured, and the time that this takes"
         " in one forward and backward of the model. Stored: the time that compressing a block, sending it to the host,"

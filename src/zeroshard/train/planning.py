@@ -6,7 +6,7 @@ Rank 0 plans for all ranks.
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -134,19 +134,5 @@ def _kept(config: TrainConfig, mesh: Mesh) -> tuple[Path, Plan] | None:
 
 def _prediction(found: Mapping[str, Any]) -> Prediction:
     """The prediction that `Prediction.as_dict` stored."""
-    names = (
-        "batch",
-        "ranks",
-        "rank",
-        "mode",
-        "time_mode",
-        "memory",
-        "capacity_bytes",
-        "margin",
-        "host_bytes",
-        "host",
-        "disk_bytes",
-    )
-    values = {name: found[name] for name in (*names, "wire_bytes", "causes", "tokens")}
-    texts = {"notes": tuple(found["notes"]), "owners": found["owners"]}
-    return Prediction(plan=Plan.from_dict(found["plan"]), **values, **texts)
+    values = {field.name: found[field.name] for field in fields(Prediction) if field.name in found}
+    return Prediction(**{**values, "plan": Plan.from_dict(found["plan"]), "notes": tuple(found["notes"])})
