@@ -1,7 +1,8 @@
-"""Numbers as text: sizes, counts, shares and times; an unknown number is NaN, and an en dash as text."""
+"""Text of numbers (sizes, counts, shares, times) and of names; an unknown number is NaN, and an en dash as text."""
 
 import math
 import re
+from collections.abc import Sequence
 from fractions import Fraction
 
 from zeroshard.errors import ConfigError
@@ -94,6 +95,12 @@ def format_duration(seconds: float) -> str:
     if not math.isfinite(seconds) or seconds >= 1:
         return format_seconds(seconds)
     return f"{1e3 * seconds:.2f} ms"
+
+
+def format_names(names: Sequence[str], most: int = 5) -> str:
+    """``"'a', 'b' and 3 more"``: at most ``most`` names; "nothing" for none."""
+    listed = ", ".join(map(repr, names[:most])) or "nothing"
+    return listed + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _signed(text: str) -> str:

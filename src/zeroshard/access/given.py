@@ -15,10 +15,10 @@ from torch import nn
 from zeroshard.checkpoint.boxes import Box, BoxValues
 from zeroshard.comm.collectives import Comm
 from zeroshard.errors import CheckpointError
+from zeroshard.text import format_names
 from zeroshard.units.flat import digest_of
 
 Shape = tuple[int, ...]
-NAMED = 5  # names in a message
 EXTRA = "_extra_state"  # key of the result of `get_extra_state` in a module's state dict
 
 
@@ -73,8 +73,8 @@ class GivenWeights:
         unexpected = sorted(n for n in self._state if self._first.get(n, n) not in shapes and n not in extras)
         self.keys = LoadedKeys(missing, unexpected)
         if strict and (missing or unexpected):
-            parts = [f"lacks {_some(missing)}"] if missing else []
-            parts += [f"holds {_some(unexpected)}, which the model does not have"] if unexpected else []
+            parts = [f"lacks {format_names(missing)}"] if missing else []
+            parts += [f"holds {format_names(unexpected)}, which the model does not have"] if unexpected else []
             raise CheckpointError(
                 f"{self.path} is of another model: it {' and '.join(parts)}. Name the tensors as engine.state_dict() "
                 f"does, or take those that match: engine.load_state_dict(state, strict=False)."
@@ -213,7 +213,7 @@ def _from_rank_0(state: Mapping[str, Any] | None, world: Comm, by_rank: list[dic
         try:
             json.dumps(rest)
         except (TypeError, ValueError):
-            problem = f"{_some(sorted(rest))} cannot be sent to other ranks: give the state dict on every rank"
+            problem = f"{format_names(sorted(rest))} cannot be sent to other ranks: give the state dict on every rank"
             rest = {}
     (rest, problem), *_ = world.agree_on([rest, problem], "extra states")
     if problem:
@@ -254,9 +254,3 @@ def _extras(model: nn.Module) -> dict[str, nn.Module]:
         for path, module in model.named_modules()
         if type(module).get_extra_state is not nn.Module.get_extra_state
     }
-
-
-def _some(names: list[str]) -> str:
-    """At most `NAMED` names, for a message."""
-    listed = ", ".join(f"'{name}'" for name in names[:NAMED])
-    return listed + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")

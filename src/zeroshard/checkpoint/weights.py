@@ -26,6 +26,7 @@ from zeroshard.checkpoint.manifest import MANIFEST
 from zeroshard.checkpoint.reader import Reader
 from zeroshard.checkpoint.stream import BLOCK, bytes_of
 from zeroshard.errors import CheckpointError
+from zeroshard.text import format_names
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -34,7 +35,6 @@ FILE_NAME = re.compile(r"[^./\\\0][^/\\\0]*\.safetensors")
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 WIDEST = 8  # bytes of the largest element that is not complex
 PREFIXES = 8  # prefixes that are tried: a model inside of another has one or two
-NAMED = 5  # names in a message
 
 
 class WeightFiles:
@@ -161,9 +161,9 @@ class WeightFiles:
                 f"The names in {self.path} fit this model under more than one prefix. Name them as the model's "
                 f"state_dict does."
             )
-        parts = [f"lacks {_some(missing)}"] if missing else []
-        parts += [f"holds {_some(unknown)}, which the model does not have"] if unknown else []
-        held = f"; it holds {_some(sorted(self._files.shapes))}" if missing and not unknown else ""
+        parts = [f"lacks {format_names(missing)}"] if missing else []
+        parts += [f"holds {format_names(unknown)}, which the model does not have"] if unknown else []
+        held = f"; it holds {format_names(sorted(self._files.shapes))}" if missing and not unknown else ""
         return (
             f"{self.path} is of another model: it {' and '.join(parts)}{held}. Build the model that was trained there, "
             f"or give it these weights yourself before the engine is made."
@@ -212,7 +212,9 @@ class _Shards:
                 held = list(handle.keys())
             missing = sorted(set(names or ()) - set(held))
             if missing:
-                raise CheckpointError(f"{file} lacks {_some(missing)}, which {path} says it holds. Copy it again.")
+                raise CheckpointError(
+                    f"{file} lacks {format_names(missing)}, which {path} says it holds. Copy it again."
+                )
             for name in held if names is None else names:
                 self._files[name] = file, handle
                 with _readable(file):
@@ -351,9 +353,3 @@ def _cuts(name: str) -> Iterator[tuple[str, str]]:
     for place, letter in enumerate(name):
         if letter == ".":
             yield name[: place + 1], name[place + 1 :]
-
-
-def _some(names: list[str]) -> str:
-    """At most `NAMED` names, for a message."""
-    listed = ", ".join(f"'{name}'" for name in names[:NAMED])
-    return listed + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")

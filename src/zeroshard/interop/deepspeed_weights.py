@@ -24,6 +24,7 @@ from torch import nn
 
 from zeroshard.errors import CheckpointError
 from zeroshard.interop.inert_pickle import load_inert
+from zeroshard.text import format_names
 
 SLICE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
 FOREIGN = {
@@ -120,8 +121,8 @@ class DeepSpeedWeights(Mapping[str, torch.Tensor]):
         missing, extra = sorted(wanted.keys() - self.keys()), sorted(self.keys() - wanted.keys())
         if missing or extra:
             raise CheckpointError(
-                f"{self._folder} is of another model: it lacks {_some(missing)} and has {_some(extra)} too many. "
-                f"Build the model that was trained there."
+                f"{self._folder} is of another model: it lacks {format_names(missing)} and has {format_names(extra)} "
+                f"too many. Build the model that was trained there."
             )
         paths = {module: f"{path}." if path else "" for path, module in model.named_modules()}
 
@@ -330,9 +331,3 @@ def _joined(intervals: Sequence[tuple[Sequence[torch.Tensor], int, int]], shape:
 
 def _fp32(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.is_floating_point() else tensor
-
-
-def _some(names: Sequence[str], most: int = 3) -> str:
-    """The first few of the names."""
-    shown = ", ".join(map(repr, names[:most])) or "nothing"
-    return shown + (f" and {len(names) - most} more" if len(names) > most else "")
