@@ -18,7 +18,7 @@ from zeroshard.platform.accelerator import is_accelerator
 from zeroshard.text import format_bytes
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.task import language_task
-from zeroshard.validation.fitting import changed, leaner
+from zeroshard.validation.fitting import changed, fitting_or_least, leaner
 
 
 def with_plan_that_fits(error: BudgetExceeded, config: TrainConfig, mesh: Mesh, profile: Path | None) -> BudgetExceeded:
@@ -42,29 +42,31 @@ def _way_out(config: TrainConfig, mesh: Mesh, profile: Path | None, budget: int)
     machines = local_machines(mesh.ranks, mesh.device.type, profile)
     machines = replace(machines, device=replace(machines.device, memory_bytes=machines.device.overhead_bytes + budget))
     task = language_task(config, config.batch_per_rank * data_ranks_of(config.plan, mesh.ranks))
-    closest, least = config.plan, 0
-    for plan in _leaner(config.plan, config.batch_per_rank, mesh.ranks):
-        try:
-            found = predict(task, plan, machines, config.batch_per_rank)
-        except ZeroshardError:
-            continue  # refused by the engine
-        if "host" in found.full:
-            continue  # the host is full, so no budget of the device helps
-        needed = _counted_bytes(found, mesh.device)
-        smallest = ceil(needed / (1 - found.margin))
-        if smallest <= budget:
-            return (
-                f"It fits with: {changed(config.plan, plan)} (a rehearsal took {format_bytes(needed)} of "
-                f"{format_bytes(budget)} at the peak, activations included)."
-            )
-        if not least or smallest < least:
-            closest, least = plan, smallest
-    if not least:
+    peaks: dict[Plan, int] = {}
+
+    def needs() -> Iterator[tuple[Plan, int]]:
+        for plan in _leaner(config.plan, config.batch_per_rank, mesh.ranks):
+            try:
+                found = predict(task, plan, machines, config.batch_per_rank)
+            except ZeroshardError:
+                continue  # refused by the engine
+            if "host" not in found.full:  # otherwise no budget of the device helps
+                peaks[plan] = _counted_bytes(found, mesh.device)
+                yield plan, ceil(peaks[plan] / (1 - found.margin))
+
+    try:
+        plan, smallest = fitting_or_least(needs(), budget)
+    except ValueError:
         return "No other plan was found that could fit; raise the budget, or use a smaller model."
-    options = [changed(config.plan, closest)] if closest != config.plan else []
+    options = changed(config.plan, plan)
+    if smallest <= budget:
+        return (
+            f"It fits with: {options} (a rehearsal took {format_bytes(peaks[plan])} of {format_bytes(budget)} at the "
+            f"peak, activations included)."
+        )
     return (
         f"No plan fits into {format_bytes(budget)}, with or without offload; the smallest budget that works is: "
-        f"{' '.join([*options, f'--device-memory {least}'])}"
+        f"{f'{options} --device-memory {smallest}'.strip()}"
     )
 
 

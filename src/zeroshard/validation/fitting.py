@@ -1,6 +1,6 @@
 """Plans that keep a model's states within a device's budget, by the formulas of ZeRO and offload alone."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil
@@ -63,22 +63,34 @@ class Fitting:
                 every plan.
         """
         states_bytes = self.device_bytes(self.plan)
-        others = [
-            (plan, max(needed, states_bytes) - states_bytes + self.device_bytes(plan))
-            for plan in leaner(self.plan, self.ranks)
-        ]
-        for plan, nbytes in others:
-            if nbytes <= budget:
-                return (
-                    f"With {changed(self.plan, plan)} it takes {nbytes:,} by the formulas of the model states, and "
-                    f"activations come on top; or raise the budget."
-                )
-        plan, nbytes = min([(self.plan, max(needed, states_bytes)), *others], key=lambda other: other[1])
-        options = f" with {changed(self.plan, plan)}" if plan != self.plan else ""
+        others = max(needed, states_bytes) - states_bytes
+        plans = [self.plan, *leaner(self.plan, self.ranks)]
+        plan, nbytes = fitting_or_least(((plan, others + self.device_bytes(plan)) for plan in plans), budget)
+        options = changed(self.plan, plan)
+        if nbytes <= budget:
+            return (
+                f"With {options} it takes {nbytes:,} by the formulas of the model states, and activations come on top; "
+                f"or raise the budget."
+            )
         return (
             f"No plan that differs in zero and offload alone keeps it within {budget:,}; the smallest budget that can "
-            f"work{options} is device_memory={nbytes}, and activations come on top. Use it, or more ranks."
+            f"work{f' with {options}' if options else ''} is device_memory={nbytes}, and activations come on top. Use "
+            f"it, or more ranks."
         )
+
+
+def fitting_or_least(needs: Iterable[tuple[Plan, int]], budget: int) -> tuple[Plan, int]:
+    """The first plan whose bytes fit the budget, otherwise the one that needs least, each with its bytes.
+
+    Raises:
+        ValueError: there are no plans.
+    """
+    seen = []
+    for plan, nbytes in needs:
+        if nbytes <= budget:
+            return plan, nbytes
+        seen.append((plan, nbytes))
+    return min(seen, key=lambda need: need[1])
 
 
 def leaner(plan: Plan, ranks: int) -> Iterator[Plan]:
