@@ -25,8 +25,7 @@ from zeroshard.cli.plan_options import PlanOptions
 from zeroshard.cli.profile import ProfileOptions
 from zeroshard.cli.reproduce import ReproduceOptions
 from zeroshard.cli.run import RunOptions
-from zeroshard.cli.simulate import SimulateOptions
-from zeroshard.cli.simulate import run as run_simulate
+from zeroshard.cli.simulate import SimulateOptions, run_simulate
 from zeroshard.cli.verify import VerificationOptions
 from zeroshard.pipeline.partition.cluster import Cluster
 from zeroshard.train.config import TrainConfig

@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -19,6 +18,7 @@ from zeroshard.checkpoint.compare import Comparison, compare
 from zeroshard.checkpoint.folder import find_checkpoint
 from zeroshard.errors import CheckpointError, ConfigError, DamagedError
 from zeroshard.plan import upgraded
+from zeroshard.report.plain_table import plain_table
 from zeroshard.text import format_bytes
 from zeroshard.train.option_tree import Positional
 
@@ -48,16 +48,6 @@ class ListOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyOptions:
-    """Read every byte of a checkpoint and compare it with its digest; exit code 1 if anything is wrong."""
-
-    path: Positional[Path]
-    """The checkpoint, or a run folder, which stands for its newest."""
-    json: bool = False
-    """Print JSON."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class InfoOptions:
     """Describe a checkpoint: facts, tensors, bytes."""
 
@@ -65,6 +55,11 @@ class InfoOptions:
     """The checkpoint, or a run folder, which stands for its newest."""
     json: bool = False
     """Print JSON instead of tables."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyOptions(InfoOptions):
+    """Read every byte of a checkpoint and compare it with its digest; exit code 1 if anything is wrong."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +171,7 @@ def _list(options: ListOptions) -> bool:
         console.print(f"There is no checkpoint in {options.path}.", markup=False)
     for folder in dict.fromkeys(Path(line.path).parent for line in lines):
         inside = [line for line in lines if Path(line.path).parent == folder]
-        table = _table(["checkpoint", "plan"], ["ranks", "size", "age"])
+        table = plain_table("", ["checkpoint", "plan"], ["ranks", "size", "age"])
         table.add_column("state", no_wrap=True)
         for line in inside:
             size, age = format_bytes(line.nbytes), _age(line.age)
@@ -247,16 +242,16 @@ def _info(options: InfoOptions) -> bool:
         print(json.dumps(found, indent=1))
         return True
     console = Console(highlight=False)
-    table = _table(["fact", "value"])
+    table = plain_table("", ["fact", "value"])
     for key, value in found["facts"].items():
         table.add_row(escape(key), escape(_described(key, value)))
     _show(console, found["path"], table)
-    table = _table(["name", "shape", "dtype"], ["chunks"])
+    table = plain_table("", ["name", "shape", "dtype"], ["chunks"])
     for row in found["tensors"]:
         shape = "x".join(map(str, row["shape"])) or "scalar"
         table.add_row(escape(row["name"]), shape, row["dtype"], str(row["chunks"]))
     _show(console, "\nTensors", table)
-    table = _table(["kind"], ["tensors", "bytes", "per parameter"])
+    table = plain_table("", ["kind"], ["tensors", "bytes", "per parameter"])
     parameters, kinds = found["parameters"], found["kinds"]
     rest = found["nbytes"] - sum(kind["nbytes"] for kind in kinds.values())
     others = {"headers and manifest": {"nbytes": rest}, "all": {"nbytes": found["nbytes"]}}
@@ -286,14 +281,14 @@ def _print_comparison(found: Comparison, a: str, b: str) -> None:
     console.print(f"a is {a}\nb is {b}", markup=False, soft_wrap=True)
     for title, facts in (("Facts that differ", found.facts), ("Written differently (no difference)", found.layout)):
         if facts:
-            table = _table(["fact", "a", "b"])
+            table = plain_table("", ["fact", "a", "b"])
             for key, (one, other) in list(facts.items())[:ROWS]:
                 table.add_row(escape(key), escape(_shortened(one)), escape(_shortened(other)))
             _show(console, f"\n{title}", table)
             if len(facts) > ROWS:
                 console.print(f"and {len(facts) - ROWS:,} more; --json has all")
     if found.different:
-        table = _table(["name", "a", "b"], ["largest difference"])
+        table = plain_table("", ["name", "a", "b"], ["largest difference"])
         for name, difference in found.different.items():
             largest = "" if difference.largest is None else f"{difference.largest:.3g}"
             table.add_row(escape(name), difference.a, difference.b, largest)
@@ -303,16 +298,6 @@ def _print_comparison(found: Comparison, a: str, b: str) -> None:
             console.print(f"{name} is in {side} only.", markup=False)
     same = "the same state" if found.equal else "different states"
     console.print(f"\nThey hold {same}; {_many(found.same, 'tensor')} equal to the last bit.", markup=False)
-
-
-def _table(left: Sequence[str], right: Sequence[str] = ()) -> Table:
-    """An empty table, with columns of text and columns of numbers."""
-    table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
-    for column in left:
-        table.add_column(column, overflow="fold")
-    for column in right:
-        table.add_column(column, justify="right", no_wrap=True)
-    return table
 
 
 def _show(console: Console, title: str, table: Table) -> None:

@@ -124,10 +124,8 @@ def _print_profile(console: Console, profile: MachineProfile) -> None:
 
 def _rates(profile: MachineProfile) -> Table:
     threads = f"{profile.threads} thread{'s' * (profile.threads > 1)}"
-    table = plain_table(f"{profile.machine}, {threads} per process, torch {profile.torch}")
-    table.add_column("")
-    table.add_column("one process", justify="right", no_wrap=True)
-    table.add_column(f"each of {PAIR}", justify="right", no_wrap=True)
+    title = f"{profile.machine}, {threads} per process, torch {profile.torch}"
+    table = plain_table(title, [""], ["one process", f"each of {PAIR}"])
     beside = profile.beside
     for dtype, rate in profile.matrix_flops.items():
         other = _flops(beside.matrix) if beside and dtype == "fp32" else ""
@@ -149,9 +147,9 @@ def _collectives(profile: MachineProfile, sizes: Sequence[int]) -> Table:
         signal = f" A signal through shared memory takes {_milliseconds(profile.signal)} ms."
     table = plain_table(
         f"Collectives between {PAIR} processes: ms, and in brackets ms of CPU time, by the bytes that each sends",
-        f"An exchange includes the sum of the copies.{signal}",
+        right=["sent"],
+        caption=f"An exchange includes the sum of the copies.{signal}",
     )
-    table.add_column("sent", justify="right", no_wrap=True)
     columns: list[tuple[Timing, ...]] = []
     for transport, operations in profile.collectives.items():
         for operation, rows in operations.items():

@@ -17,6 +17,7 @@ import jinja2
 
 from zeroshard.errors import ConfigError
 from zeroshard.text import parse_bytes
+from zeroshard.train.option_values import check_least
 
 STOPPED, WRONG = 75, 2  # exit codes of a run: saved on request, and wrong options, data or model
 MEBI = 2**20
@@ -61,11 +62,8 @@ class JobOptions(ABC):
     SUBMIT: ClassVar[str]
 
     def __post_init__(self) -> None:
-        least = {"nodes": 1, "gpus_per_node": 0, "cpus_per_process": 1, "processes_per_node": 1, "grace": 2 * MARGIN}
-        for option, low in least.items():
-            value = getattr(self, option)
-            if value is not None and value < low:
-                raise ConfigError(f"{option} is {value}; it must be {low} or more.")
+        positive = ("nodes", "cpus_per_process", "processes_per_node")
+        check_least(self, {**dict.fromkeys(positive, 1), "gpus_per_node": 0, "grace": 2 * MARGIN})
         if self.gpus_per_node and self.processes_per_node is not None:
             raise ConfigError("each GPU has one process; leave out --gpus-per-node or --processes-per-node.")
         check("python", self.python, PROGRAM, "the name or the path of a program")
@@ -179,8 +177,7 @@ class KubernetesOptions(JobOptions):
         check("mount", self.mount, MOUNT, "an absolute path of letters, digits, dots, dashes and underscores")
         if not 1024 <= self.port <= 65535:
             raise ConfigError(f"port is {self.port}; it must be from 1024 to 65535.")
-        if self.retries < 0:
-            raise ConfigError(f"retries is {self.retries}; it must be 0 or more.")
+        check_least(self, {"retries": 0})
         if mebibytes("shm", self.shm) >= mebibytes("memory", self.memory):
             raise ConfigError(f"shm is {self.shm} of {self.memory} of memory; it counts as memory, so it must be less.")
 

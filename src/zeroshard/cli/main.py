@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from zeroshard.errors import ConfigError, NonFiniteError, ZeroshardError
 from zeroshard.train.option_tree import Positional
@@ -39,6 +39,21 @@ USAGE = """zeroshard trains PyTorch models that do not fit: on many devices or o
 zeroshard COMMAND --help lists the options of a command, those of a first run where there are many, and --help-all
 lists all; zeroshard --version says the version."""
 
+COMMANDS = {  # the function of each, which is imported when it runs
+    "train": "zeroshard.cli.main:_train",
+    "run": "zeroshard.cli.main:_run",
+    "launch": "zeroshard.cli.launch:run_launch",
+    "checkpoint": "zeroshard.cli.checkpoint:run_checkpoint",
+    "export": "zeroshard.cli.export:run_export",
+    "plan": "zeroshard.cli.main:_plan",
+    "verify": "zeroshard.cli.verify:run_verify",
+    "doctor": "zeroshard.cli.doctor:run_doctor",
+    "reproduce": "zeroshard.cli.reproduce:run_reproduce",
+    "simulate": "zeroshard.cli.simulate:run_simulate",
+    "report": "zeroshard.cli.main:_report",
+    "profile": "zeroshard.cli.profile:run_profile",
+    "partition": "zeroshard.cli.partition:run_partition",
+}
 OPTIONS = {  # option classes whose names replace settings in error messages
     "train": "zeroshard.train.config:TrainConfig",
     "verify": "zeroshard.cli.verify:VerificationOptions",
@@ -80,22 +95,19 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _command(argv: list[str]) -> None:
-    commands = {"train": _train, "plan": _plan, "simulate": _simulate, "report": _report, "profile": _profile}
-    commands |= {"partition": _partition, "run": _run, "launch": _launch, "checkpoint": _checkpoint, "export": _export}
-    commands |= {"doctor": _doctor, "reproduce": _reproduce, "verify": _verify}
     if not argv or argv[0] in ("-h", "--help", "--help-all"):
         print(USAGE)
         sys.exit(0 if argv else 2)
     if argv[0] == "--version":
         print(__version__)
         return
-    if argv[0] not in commands:
-        near = difflib.get_close_matches(argv[0], commands, n=1)
+    if argv[0] not in COMMANDS:
+        near = difflib.get_close_matches(argv[0], COMMANDS, n=1)
         way_out = f"did you mean {near[0]}? The" if near else "the"
-        _fail(ConfigError(f"There is no command {argv[0]!r}; {way_out} commands are {', '.join(commands)}."))
+        _fail(ConfigError(f"There is no command {argv[0]!r}; {way_out} commands are {', '.join(COMMANDS)}."))
     try:
         _check_model(argv)
-        commands[argv[0]](argv[1:])
+        _named(COMMANDS[argv[0]])(argv[1:], **_surroundings(argv[0]))
     except ZeroshardError as error:
         _fail(error, argv)
 
@@ -115,6 +127,13 @@ def _check_model(argv: Sequence[str]) -> None:
             from zeroshard.train.named_models import model_named
 
             model_named(value if equals else following)
+
+
+def _surroundings(command: str) -> dict[str, Any]:
+    """Further arguments of a command, from the environment."""
+    if command == "doctor":
+        return {"environment": dict(os.environ)}
+    return {"threads": None if "OMP_NUM_THREADS" in os.environ else 1} if command == "profile" else {}
 
 
 def _train(argv: list[str]) -> None:
@@ -177,18 +196,6 @@ def _train_rank(config: "TrainConfig", again: str) -> None:
     run_rank(config, again)
 
 
-def _doctor(argv: list[str]) -> None:
-    from zeroshard.cli.doctor import run_doctor
-
-    run_doctor(argv, dict(os.environ))
-
-
-def _reproduce(argv: list[str]) -> None:
-    from zeroshard.cli.reproduce import run_reproduce
-
-    run_reproduce(argv)
-
-
 def _plan(argv: list[str]) -> None:
     from zeroshard.cli.plan_options import read_question
 
@@ -198,35 +205,11 @@ def _plan(argv: list[str]) -> None:
     run_plan(*question)
 
 
-def _verify(argv: list[str]) -> None:
-    from zeroshard.cli.verify import run_verify
-
-    run_verify(argv)
-
-
-def _simulate(argv: list[str]) -> None:
-    from zeroshard.cli.simulate import run
-
-    run(argv)
-
-
 def _report(argv: list[str]) -> None:
     from zeroshard.report import write_report
     from zeroshard.train.options import parse
 
     print(write_report(parse(ReportOptions, argv, "zeroshard report").run))
-
-
-def _profile(argv: list[str]) -> None:
-    from zeroshard.cli.profile import run_profile
-
-    run_profile(argv, threads=None if "OMP_NUM_THREADS" in os.environ else 1)
-
-
-def _partition(argv: list[str]) -> None:
-    from zeroshard.cli.partition import run_partition
-
-    run_partition(argv)
 
 
 def _run(argv: list[str]) -> None:
@@ -237,32 +220,19 @@ def _run(argv: list[str]) -> None:
     run_supervised(argv)
 
 
-def _launch(argv: list[str]) -> None:
-    from zeroshard.cli.launch import run_launch
-
-    run_launch(argv)
-
-
-def _checkpoint(argv: list[str]) -> None:
-    from zeroshard.cli.checkpoint import run_checkpoint
-
-    run_checkpoint(argv)
-
-
-def _export(argv: list[str]) -> None:
-    from zeroshard.cli.export import run_export
-
-    run_export(argv)
+def _named(path: str) -> Any:
+    """The object that "module:name" names."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def _fail(error: ZeroshardError, argv: Sequence[str] = ("",)) -> NoReturn:
     """Print the error, on rank 0 alone since all ranks meet the same, and exit with a non-zero code."""
     if os.environ.get("RANK", "0") == "0":
-        module, _, name = OPTIONS.get(argv[0], "").partition(":")
         said = str(error)
-        if module:
+        if argv[0] in OPTIONS:
             from zeroshard.train.option_names import in_options
 
-            said = in_options(said, getattr(importlib.import_module(module), name), argv)
+            said = in_options(said, _named(OPTIONS[argv[0]]), argv)
         print(f"zeroshard: {type(error).__name__}: {said}", file=sys.stderr)
     sys.exit(1 if isinstance(error, NonFiniteError) else 2)

@@ -185,8 +185,8 @@ def _print(profile: Profile, cluster: Cluster, chosen: Partition, rivals: Sequen
 def _stage_table(layers: Sequence[LayerCost], chosen: Partition) -> Table:
     table = plain_table(
         "The chosen split, times in ms per microbatch",
-        "exchange: gradients, between replicas; send: to the next stage and back; versions: of the weights, and as "
-        "many microbatches in flight, under schedule pipedream. Bold is the slowest.",
+        caption="exchange: gradients, between replicas; send: to the next stage and back; versions: of the weights, "
+        "and as many microbatches in flight, under schedule pipedream. Bold is the slowest.",
     )
     table.add_column("", justify="right")
     table.add_column("layers", overflow="fold")
@@ -215,11 +215,7 @@ def _span(layers: Sequence[LayerCost], stage: PartitionStage) -> str:
 
 
 def _rival_table(chosen: Partition, rivals: Sequence[Rival]) -> Table:
-    table = plain_table("Against alternatives")
-    table.add_column("", no_wrap=True)
-    table.add_column("replicas", overflow="fold")
-    for column in ("ms/microbatch", "microbatches/s", "memory"):
-        table.add_column(column, justify="right", no_wrap=True)
+    table = plain_table("Against alternatives", ["", "replicas"], ["ms/microbatch", "microbatches/s", "memory"])
     for name, split, fits in (("chosen", chosen, True), *((r.name, r.partition, r.fits) for r in rivals)):
         if split is None:
             table.add_row(name, "none")

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -18,8 +17,10 @@ from zeroshard.pipeline.cut.chain import Chain
 from zeroshard.pipeline.partition.measure import REPEATS, measure
 from zeroshard.pipeline.partition.profile import LayerCost, Profile
 from zeroshard.platform import accelerator
+from zeroshard.report.plain_table import plain_table
 from zeroshard.text import format_bytes
 from zeroshard.train.model import build_model
+from zeroshard.train.option_values import check_least
 from zeroshard.train.tokenizer import load_tokenizer
 
 CPU_FACTS = Path("/proc/cpuinfo")
@@ -51,9 +52,7 @@ class ProfileOptions:
     """Print the profile as JSON instead of a table."""
 
     def __post_init__(self) -> None:
-        for name in ("sequence", "rows", "repeats"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be 1 or more.")
+        check_least(self, dict.fromkeys(("sequence", "rows", "repeats"), 1))
         if not 0 <= self.dropout <= 1:
             raise ConfigError(f"dropout is {self.dropout}; it must be between 0 and 1.")
         if self.out.is_dir() or not self.out.absolute().parent.is_dir():
@@ -134,24 +133,17 @@ def next_steps(profile: Profile, out: Path) -> list[str]:
 
 
 def _table(layers: Sequence[LayerCost]) -> Table:
-    table = Table(
-        title="\nEach layer, for one microbatch",
-        title_justify="left",
-        caption="activation: output to the next layer; saved: kept for the backward",
-        caption_justify="left",
-        box=SIMPLE_HEAD,
-        show_edge=False,
-        show_footer=True,
-        padding=(0, 1, 0, 0),
+    table = plain_table(
+        "Each layer, for one microbatch", caption="activation: output to the next layer; saved: kept for the backward"
     )
+    table.show_footer = True
     costs = [(c.forward_seconds, c.backward_seconds, c.saved_bytes, c.parameter_bytes) for c in layers]
     forward, backward, saved, parameters = (sum(column) for column in zip(*costs, strict=True))
     table.add_column("layer", footer="all", overflow="fold")
-    table.add_column("forward ms", footer=_milliseconds(forward), justify="right", no_wrap=True)
-    table.add_column("backward ms", footer=_milliseconds(backward), justify="right", no_wrap=True)
-    table.add_column("activation", justify="right", no_wrap=True)
-    table.add_column("saved", footer=format_bytes(saved), justify="right", no_wrap=True)
-    table.add_column("parameters", footer=format_bytes(parameters), justify="right", no_wrap=True)
+    footers = {"forward ms": _milliseconds(forward), "backward ms": _milliseconds(backward), "activation": ""}
+    footers |= {"saved": format_bytes(saved), "parameters": format_bytes(parameters)}
+    for head, footer in footers.items():
+        table.add_column(head, footer=footer, justify="right", no_wrap=True)
     for cost in layers:
         table.add_row(
             escape(cost.name),

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from fractions import Fraction
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from zeroshard.errors import ConfigError
+from zeroshard.report.plain_table import plain_table
 from zeroshard.reproduce import CLAIMS, Claim, Outcome, Reading, check
 from zeroshard.train.option_tree import Positional
 from zeroshard.train.options import parse
@@ -102,13 +102,9 @@ def _print_outcome(console: Console, outcome: Outcome) -> None:
 
 
 def _readings_table(outcome: Outcome) -> Table:
-    table = Table(
-        title=outcome.claim.unit, title_justify="left", box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0)
-    )
-    table.add_column("")
     numbers = any(reading.difference is not None for reading in outcome.readings)
-    for column in ("published", "ours", *(["difference"] if numbers else [])):
-        table.add_column(column, justify="right", no_wrap=True)
+    figures = ["published", "ours", *(["difference"] if numbers else [])]
+    table = plain_table(outcome.claim.unit, [""], figures)
     if not outcome.reproduced:
         table.add_column("", no_wrap=True)
     if any(reading.note for reading in outcome.readings):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zeroshard.errors import ConfigError
+from zeroshard.train.option_values import check_least
 from zeroshard.train.options import parse
 
 WAY_OUT = "write `zeroshard run [OPTIONS] -- train ...` or `zeroshard run [OPTIONS] -- script.py ...`"
@@ -47,12 +48,7 @@ class RunOptions:
     """Folder of the crash reports."""
 
     def __post_init__(self) -> None:
-        for name in ("nproc_per_node", "nnodes"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}; it must be 1 or more.")
-        if self.max_restarts < 0:
-            raise ConfigError(f"max_restarts is {self.max_restarts}; it must be 0 or more.")
+        check_least(self, {"nproc_per_node": 1, "nnodes": 1, "max_restarts": 0})
         for name, least in {"timeout": 2.0, "start_timeout": 2.0, "linger": 0.0, "grace": 0.0}.items():
             if not least <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be {least:g} seconds or more.")

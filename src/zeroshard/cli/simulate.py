@@ -26,6 +26,7 @@ from zeroshard.schedule.peaks import Peak, peaks
 from zeroshard.schedule.pipeline import PipelineSchedule
 from zeroshard.schedule.simulate import Costs, Simulation, Timeline, simulate
 from zeroshard.text import format_bytes
+from zeroshard.train.option_values import check_least
 from zeroshard.train.options import parse
 
 STAGES, FORWARD_MS, BACKWARD_MS = 4, 1.0, 2.0
@@ -188,7 +189,7 @@ class Simulated:
         return facts | self.ranks()
 
 
-def run(argv: Sequence[str]) -> None:
+def run_simulate(argv: Sequence[str]) -> None:
     """Run the command.
 
     Raises:
@@ -230,10 +231,7 @@ def _check(options: SimulateOptions) -> None:
         value = getattr(options, option.name)
         if isinstance(value, float) and not 0 <= value < math.inf:
             raise ConfigError(f"{option.name} is {value}; it must be 0 or more, and finite.")
-    for name in ("stages", "virtual_stages", "microbatches"):
-        number = getattr(options, name)
-        if number is not None and number < 1:
-            raise ConfigError(f"{name} is {number}; it must be 1 or more.")
+    check_least(options, dict.fromkeys(("stages", "virtual_stages", "microbatches"), 1))
     if options.link_gbps == 0:
         raise ConfigError("link_gbps is 0, so no message would arrive; leave it out for messages that take no time.")
     by_hand = ("forward_ms", "backward_ms", "input_gradient_ms", "weight_gradient_ms", "boundary_mb")

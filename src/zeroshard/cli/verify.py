@@ -16,6 +16,7 @@ from zeroshard.errors import ConfigError
 from zeroshard.plan import Plan
 from zeroshard.train.gpt import GPT
 from zeroshard.train.named_models import BATCH, is_code, model_named
+from zeroshard.train.option_values import check_least
 from zeroshard.train.options import parse
 from zeroshard.train.own_code import check_arguments, import_code, imported
 from zeroshard.train.sizes import SIZES, GPTConfig
@@ -66,10 +67,7 @@ class VerificationOptions:
     """Print JSON instead of the screen."""
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "rows", "steps"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}; it must be 1 or more.")
+        check_least(self, dict.fromkeys(("ranks", "rows", "steps"), 1))
         if self.batch_of is not None and not self.own:
             raise ConfigError(f"batch_of is for a model of your own and {self.model} makes its own; leave it out.")
 

@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Literal
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -13,6 +12,7 @@ from rich.text import Text
 from zeroshard.planner.predict.result import Prediction, Refusal, Span
 from zeroshard.planner.search.largest import Largest
 from zeroshard.planner.search.text import MODES, TIME_MODES, alike, categories, seconds, shares, short
+from zeroshard.report.plain_table import plain_table
 from zeroshard.report.timeline_figure import NAMES
 from zeroshard.schedule.actions import Kind
 from zeroshard.tensor.find.explain import ExplainedLayer
@@ -48,18 +48,11 @@ def plans_table(predictions: Sequence[Prediction], title: str = "Plans, best fir
     return Group(_overview(predictions, title), _memory(predictions))
 
 
-def _table(title: str) -> Table:
-    # with rich's own edges and padding, the words of plans break too often in 80 columns
-    return Table(title=f"\n{title}", title_justify="left", box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
-
-
 def _overview(predictions: Sequence[Prediction], title: str) -> Table:
     unit, unit_name = _unit(predictions)
     capacities = {p.capacity_bytes for p in predictions}
     of = f"\nof {_amount(capacities.pop() / unit)}" if len(capacities) == 1 else ""
-    table = _table(title)
-    table.caption = "rows: of one step, on one rank or one replica of all stages"
-    table.caption_justify = "left"
+    table = plain_table(title, caption="rows: of one step, on one rank or one replica of all stages")
     table.add_column("", justify="right", style="bold")
     table.add_column("plan", ratio=1)
     table.add_column("fits")
@@ -83,7 +76,7 @@ def _overview(predictions: Sequence[Prediction], title: str) -> Table:
 
 def _memory(predictions: Sequence[Prediction]) -> Table:
     unit, unit_name = _unit(predictions)
-    table = _table(f"{unit_name} at that peak, on the rank that needs most")
+    table = plain_table(f"{unit_name} at that peak, on the rank that needs most")
     table.add_column("", justify="right", style="bold")
     held = [c for c in categories(predictions) if any(p.memory.get(c) for p in predictions)]
     for head in ("rank", *(HEADS.get(c, c) for c in held), "all"):
@@ -106,7 +99,7 @@ def _amount(number: float) -> str:
 
 def refusals_table(refused: Sequence[Refusal], ranks: int, looked_at: int) -> RenderableType:
     """Refused plans, with the reason and the way out; similar ones in one row."""
-    table = _table(f"Refused: {len(refused)} of {looked_at} plans")
+    table = plain_table(f"Refused: {len(refused)} of {looked_at} plans")
     table.leading = 1
     table.add_column("plans", ratio=2)
     table.add_column("why, and the way out", ratio=5)
@@ -121,7 +114,7 @@ def refusals_table(refused: Sequence[Refusal], ranks: int, looked_at: int) -> Re
 
 def sizes_table(found: Sequence[Largest]) -> Table:
     """The largest member of a family under each plan, its memory, and the next member, which does not fit."""
-    table = _table("Largest model under each plan")
+    table = plain_table("Largest model under each plan")
     table.add_column("plan", ratio=1)
     table.add_column("what fits")
     table.add_column("largest", no_wrap=True)
@@ -272,7 +265,7 @@ def wire_table(p: Prediction) -> Table:
 
 def layers_table(rows: Sequence[ExplainedLayer], ranks: int) -> Table:
     """The split of each module with parameters over the tensor ranks, and why other modules are not split."""
-    table = _table(f"Layers on {ranks} ranks of tensor parallelism")
+    table = plain_table(f"Layers on {ranks} ranks of tensor parallelism")
     table.leading = 1
     table.add_column("module", ratio=3, overflow="fold")
     table.add_column("", justify="right", no_wrap=True)
@@ -287,7 +280,7 @@ def layers_table(rows: Sequence[ExplainedLayer], ranks: int) -> Table:
 
 
 def _bars(title: str, values: Mapping[str, float], format_value: Callable[[float], str]) -> Table:
-    table = _table(title)
+    table = plain_table(title)
     table.show_header = False
     sides: tuple[Literal["left", "right"], ...] = ("left", "right", "right", "left")
     for justify in sides:

@@ -9,6 +9,7 @@ from zeroshard.errors import ConfigError
 from zeroshard.moe.policy import Mixture
 from zeroshard.plan import RENAMED, Plan, option_of, renamed
 from zeroshard.train.option_tree import Named
+from zeroshard.train.option_values import check_least
 
 OptimizerName = Literal[
     "adamw", "sgd", "adagrad", "adafactor", "sm3", "adamw8bit", "adam8bit", "lamb", "muon", "shampoo", "soap"
@@ -126,21 +127,18 @@ class TrainConfig:
     """Predict memory, traffic and time of the given plan, and compare after 20 steps; "auto" always does."""
 
     def __post_init__(self) -> None:
-        least = {
-            "sequence": 1,
-            "batch_per_rank": 1,
-            "steps": 1,
-            "warmup_steps": 0,
-            "validate_every": 0,
-            "experts": 0,
-            "experts_every": 1,
-        }
-        least |= {"validation_rows": 1, "checkpoint_every": 0, "keep": 1, "rollbacks": 0, "patience": 1}
-        for name, low in {**least, "check_replicas": 0, "sample_tokens": 0}.items():
-            if getattr(self, name) < low:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be {low} or more.")
-        if self.ranks is not None and self.ranks < 1:
-            raise ConfigError(f"ranks is {self.ranks}; it must be 1 or more.")
+        positive = (
+            "sequence",
+            "batch_per_rank",
+            "steps",
+            "experts_every",
+            "validation_rows",
+            "keep",
+            "patience",
+            "ranks",
+        )
+        not_negative = ("warmup_steps", "validate_every", "experts", "checkpoint_every", "rollbacks", "check_replicas")
+        check_least(self, {**dict.fromkeys(positive, 1), **dict.fromkeys(not_negative, 0), "sample_tokens": 0})
         if not 0 < self.learning_rate < float("inf"):
             raise ConfigError(f"learning_rate is {self.learning_rate}; it must be more than 0 and finite.")
         for name in ("final_learning_rate", "dropout", "beta2"):

@@ -3,15 +3,28 @@
 import contextlib
 import dataclasses
 import shlex
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
+from zeroshard.errors import ConfigError
 from zeroshard.train.option_tree import choices
 
 NONE = "None"  # an absent value in a file, as on the command line
 KINDS = {int: "INT", float: "FLOAT", str: "STR", Path: "PATH"}
 NOUNS = {int: "whole number", float: "number", str: "string", Path: "path"}
+
+
+def check_least(options: Any, least: Mapping[str, float]) -> None:
+    """Refuse numbers below the least of their options; None is no number.
+
+    Raises:
+        ConfigError: an option has one.
+    """
+    for name, low in least.items():
+        value = getattr(options, name)
+        if value is not None and value < low:
+            raise ConfigError(f"{name} is {value}; it must be {low} or more.")
 
 
 def kind_of(hint: Any) -> str:
