@@ -123,13 +123,6 @@ class Fastest:
         return last or found[-1]
 
 
-class Faster(Protocol):
-    """Settings with which a plan that fits may be faster."""
-
-    def __call__(self, microbatches: int, site: Site) -> Iterable[Mapping[str, Any]]:
-        """Those for a plan with so many microbatches."""
-
-
 @dataclass(frozen=True)
 class Offer:
     """One kind of plans.
@@ -142,7 +135,8 @@ class Offer:
         usual: microbatches from which on more make a plan little faster, so that they are for plans that do not fit.
         without_counts: why none can be, and the way out.
         leaner: further settings for plans that do not fit.
-        faster: further settings for plans that do, and how many there are at most.
+        faster: further settings for plans that do, of so many microbatches.
+        most_faster: number of these settings, at most.
     """
 
     settings: Mapping[str, Any]
@@ -152,7 +146,7 @@ class Offer:
     usual: float = math.inf
     without_counts: tuple[str, str] = ("", "")
     leaner: Mapping[str, Any] = field(default_factory=dict)
-    faster: Faster = lambda microbatches, site: ()
+    faster: Callable[[int, Site], Iterable[Mapping[str, Any]]] = lambda microbatches, site: ()
     most_faster: int = 0
 
 

@@ -231,9 +231,7 @@ def configurations(say: Say, names: tuple[str, ...] = tuple(CONFIGURATIONS)) -> 
     for name in names:
         what, _, _, published = CONFIGURATIONS[name]
         found = largest_of(name, partial(_saying, say, name), gpt_family(CONTEXT))
-        assert found.limit is not None and found.member is not None and found.beyond is not None
-        note = f"between {found.member.name} and {found.beyond.name}"
-        yield Reading(f"{name}: {what}", published, found.limit / 10**9, note=note, within=WITHIN)
+        yield Reading(f"{name}: {what}", published, _limit(found) / GB, note=_between(found), within=WITHIN)
 
 
 CONFIGURATION = (
