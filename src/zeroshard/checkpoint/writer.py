@@ -5,13 +5,14 @@ write while training goes on use the key-value store, since they must not start 
 """
 
 import atexit
+import contextlib
 import json
 import sys
 import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -120,13 +121,13 @@ class Notes:
         if mesh.ranks == 1 or store is None:
             return [report]
         if mesh.rank:
-            with _StoreErrors(self._mesh):
+            with _store_errors(self._mesh):
                 store.set(f"save/{self._token}/{mesh.rank}", json.dumps(report))
             return []
         answers = [report]
         for rank in range(1, mesh.ranks):
             answers.append(json.loads(self._wait_for(f"save/{self._token}/{rank}")))
-            with _StoreErrors(self._mesh):
+            with _store_errors(self._mesh):
                 store.delete_key(f"save/{self._token}/{rank}")
         return answers
 
@@ -136,7 +137,7 @@ class Notes:
         if mesh.ranks == 1 or store is None:
             return report
         if mesh.rank == 0:
-            with _StoreErrors(self._mesh):
+            with _store_errors(self._mesh):
                 store.set(f"save/{self._token}/end", json.dumps(report))
             return report
         return json.loads(self._wait_for(f"save/{self._token}/end"))
@@ -146,7 +147,7 @@ class Notes:
         mesh, pause, moved = self._mesh, POLLS[0], time.monotonic()
         assert mesh.store is not None and mesh.failures is not None
         while True:
-            with _StoreErrors(self._mesh):
+            with _store_errors(self._mesh):
                 if mesh.store.check([key]):
                     return mesh.store.get(key)
                 if mesh.failures.check(["failure"]):
@@ -159,18 +160,13 @@ class Notes:
             pause = min(2 * pause, POLLS[1])
 
 
-class _StoreErrors:
-    """Raises errors of the store as a `CheckpointError`."""
-
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, dist.DistError):
-            raise CheckpointError(give_up(self._mesh.store)) from error
+@contextlib.contextmanager
+def _store_errors(mesh: Mesh) -> Iterator[None]:
+    """Raise errors of the store as a `CheckpointError`."""
+    try:
+        yield
+    except dist.DistError as error:
+        raise CheckpointError(give_up(mesh.store)) from error
 
 
 class _Writer(threading.Thread):

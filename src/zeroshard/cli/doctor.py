@@ -131,7 +131,7 @@ def _rates(profile: MachineProfile) -> Table:
         other = _flops(beside.matrix) if beside and dtype == "fp32" else ""
         table.add_row(f"matrix products, {dtype}", _flops(rate), other)
     table.add_row("memory, copied", _rate(profile.memory_bandwidth), _rate(beside and beside.memory))
-    table.add_row("one small operation", _microseconds(profile.op_seconds))
+    table.add_row("one small operation", f"{1e6 * profile.op_seconds:,.1f} µs")
     if profile.kind != "cpu":
         table.add_row("host to GPU", _rate(profile.host_up))
         table.add_row("GPU to host", _rate(profile.host_down))
@@ -156,12 +156,8 @@ def _collectives(profile: MachineProfile, sizes: Sequence[int]) -> Table:
             table.add_column(f"{transport}\n{operation}", justify="right", no_wrap=True)
             columns.append(rows)
     for number, nbytes in enumerate(sizes):
-        table.add_row(_size(nbytes), *(_milliseconds(rows[number]) for rows in columns))
+        table.add_row(format_bytes(nbytes).replace(".00", ""), *(_milliseconds(rows[number]) for rows in columns))
     return table
-
-
-def _size(nbytes: int) -> str:
-    return format_bytes(nbytes).replace(".00", "")
 
 
 def _flops(rate: float) -> str:
@@ -178,7 +174,3 @@ def _milliseconds(timing: Timing) -> str:
         f"{ms:.{2 if ms < 9.995 else 1 if ms < 99.95 else 0}f}" for ms in (1e3 * timing.wall, 1e3 * timing.cpu)
     )
     return f"{wall} ({cpu})"
-
-
-def _microseconds(seconds: float) -> str:
-    return f"{1e6 * seconds:,.1f} µs"

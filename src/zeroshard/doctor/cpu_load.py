@@ -32,15 +32,10 @@ def work() -> None:
     source, into = torch.zeros(COPIED), torch.zeros(COPIED)
     print("begun", flush=True)
     with torch.no_grad():
-        while _wanted():
+        while not select.select([sys.stdin], [], [], 0)[0]:  # the parent holds it open
             for _ in range(8):
                 (a @ b).relu_()
             into.copy_(source).add_(1.0)
-
-
-def _wanted() -> bool:
-    """Whether the process that started this one still holds its standard input open."""
-    return not select.select([sys.stdin], [], [], 0)[0]
 
 
 if __name__ == "__main__":

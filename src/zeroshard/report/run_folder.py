@@ -376,17 +376,15 @@ def _summary(record: Record) -> Summary:
 
 
 def _memory(record: Record) -> MemoryStep | None:
-    rows = sorted((row for row in record.records("events") if math.isfinite(row.number("t"))), key=_time)
+    rows = sorted(
+        (row for row in record.records("events") if math.isfinite(row.number("t"))), key=lambda row: row.number("t")
+    )
     listed = record.fields.get("categories")
     named = [str(name) for name in listed] if isinstance(listed, list) else []
     categories = tuple(dict.fromkeys([*named, *(name for row in rows for name in row.record("bytes").fields)]))
     if not rows or not categories:
         return None
     return MemoryStep(record.number("rank"), categories, tuple(_event(row, categories) for row in rows))
-
-
-def _time(row: Record) -> float:
-    return row.number("t")
 
 
 def _event(row: Record, categories: tuple[str, ...]) -> MemoryEvent:

@@ -32,16 +32,13 @@ def write_timelines(folder: Path, timelines: Timelines) -> TimelineSection:
     (folder / TRACE).write_text(timeline_trace(timelines.drawn), encoding="utf-8", errors="replace")
     # the file escapes all text and attributes
     drawing = Markup(svg.replace(NAMESPACE, "", 1))
-    return TimelineSection(_title(timelines), drawing, _caption(timelines))
+    title = f"Timeline of {'a few steps' if _goes_on(timelines) else 'one step'}: measured and simulated"
+    return TimelineSection(title, drawing, _caption(timelines))
 
 
 def _goes_on(timelines: Timelines) -> bool:
     """Whether the timelines show several steps of a schedule that never flushes, where versions change."""
     return any(action.version for timeline in timelines.drawn for spans in timeline.spans for action, _, _ in spans)
-
-
-def _title(timelines: Timelines) -> str:
-    return f"Timeline of {'a few steps' if _goes_on(timelines) else 'one step'}: measured and simulated"
 
 
 def _caption(timelines: Timelines) -> str:

@@ -97,10 +97,9 @@ def decide(culprits: Sequence[Culprit], committed: Sequence[int], max_restarts: 
     for newest in committed:
         best, restarts = max(best, newest), 1 if newest > best else restarts + 1
     if restarts > max_restarts:
+        restarted = f"it was restarted {max_restarts} time{'s' * (max_restarts > 1)}"
         since = f"since the checkpoint of step {best}" if best >= 0 else "and no checkpoint"
-        return FailureVerdict(
-            False, FAILED, f"{_times(max_restarts)} {since}" if max_restarts else "no restarts are allowed"
-        )
+        return FailureVerdict(False, FAILED, f"{restarted} {since}" if max_restarts else "no restarts are allowed")
     return FailureVerdict(True, FAILED, f"restart {restarts} of {max_restarts}")
 
 
@@ -284,10 +283,6 @@ def _error(culprit: Culprit) -> tuple[int, str, str] | None:
     if culprit.kind != "exit" or culprit.failure is None or culprit.follows:
         return None
     return culprit.step, culprit.failure.type, culprit.failure.message
-
-
-def _times(restarts: int) -> str:
-    return f"it was restarted {restarts} time{'s' * (restarts > 1)}"
 
 
 def signal_name(number: int) -> str:

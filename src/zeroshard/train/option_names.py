@@ -43,7 +43,8 @@ def in_options(text: str, cls: Any, argv: Sequence[str]) -> str:
     files = [after for word, after in pairwise(argv) if word == "--config"]
     if any(text.startswith(file) for file in files):
         return text
-    names, flags = _names(cls, argv), _flags(cls)
+    names = _names(cls, argv)
+    flags = {o.path[-1]: o.flags[0] for o in options_of(cls) if o.group and o.hint is bool}  # by the name in the group
     for said, instead, option in PHRASES:
         text = re.sub(said, instead.replace("RANKS", names.get("ranks", "")), text) if option in names else text
     text = _without_calls(text, names, flags)
@@ -82,11 +83,6 @@ def _names(cls: Any, argv: Sequence[str]) -> dict[str, str]:
             found[f"{option.group}.{field}"] = flag
             inner[field] = "" if field in inner else flag
     return {name: option for name, option in inner.items() if option} | found
-
-
-def _flags(cls: Any) -> dict[str, str]:
-    """The options of settings of groups that are true or false, by their names in the group."""
-    return {o.path[-1]: o.flags[0] for o in options_of(cls) if o.group and o.hint is bool}
 
 
 def _without_calls(text: str, names: Mapping[str, str], flags: Mapping[str, str]) -> str:

@@ -266,16 +266,15 @@ class Bisection:
         return self._difference(step, what, name, error, Cause(cause.text, self._weight_collective(name)), others)
 
     def _weight_collective(self, name: str) -> str | None:
-        first = next((n for n, p in self.plain.model.named_parameters() if p is self._parameter(name)), name)
+        model = self.plain.model
+        parameter = dict(model.named_parameters(remove_duplicate=False)).get(name)
+        first = next((n for n, p in model.named_parameters() if p is parameter), name)
         label = self._label.get(first) or next((s.flat for _, s in self.side.shares(0) if s.name == first), None)
         if label is None:
             return None
         if first != name and causes.used_apart(self.side, first, name):
             return f"{Purpose.LEND_WEIGHTS} of {first}"
         return causes.weight_collective(self.side.job, label)
-
-    def _parameter(self, name: str) -> Tensor | None:
-        return dict(self.plain.model.named_parameters(remove_duplicate=False)).get(name)
 
     def _difference(
         self, step: int, what: str, name: str, error: float, cause: Cause, others: int = 0

@@ -38,7 +38,7 @@ def of_gradient(side: Side, plain: Plain, step: int, name: str) -> Cause | None:
     job, wanted = side.job, plain.trained[name]
     found = side.gradients(step, plain.trained)[name]
     shares = [(rank, share) for rank, share in side.shares(step) if share.name == name]
-    reduction = _collective(Purpose.REDUCE_GRADIENTS, shares) if job.data_ranks > 1 else None
+    reduction = f"{Purpose.REDUCE_GRADIENTS} of {shares[0][1].flat}" if shares and job.data_ranks > 1 else None
     if not shares or bool(found.isnan().any() and not wanted.isnan().any()):
         return Cause("parts of the gradient are on no rank", reduction)
     pieces = plain.contributions(step, name)
@@ -243,8 +243,7 @@ def used_apart(side: Side, *names: str) -> bool:
 
 def weight_collective(job: VerificationJob, unit: str) -> str | None:
     """The collective that provides the weights of a unit for a forward."""
-    brings = (None, *3 * [f"{Purpose.GATHER_PARAMETERS} of {unit}"])
-    return brings[job.plan.zero]
+    return f"{Purpose.GATHER_PARAMETERS} of {unit}" if job.plan.zero else None
 
 
 def same_as_before(found: Sketch, history: Sequence[tuple[int, Sketch]], tolerance: float) -> int | None:
@@ -256,7 +255,3 @@ def _are_copies(job: VerificationJob, data_ranks: set[int]) -> bool:
     """Whether data ranks are all those of some shard groups."""
     group = job.plan.shard_group
     return group is not None and len(data_ranks) == group * len({rank // group for rank in data_ranks})
-
-
-def _collective(purpose: Purpose, shares: Sequence[tuple[int, SeenShare]]) -> str | None:
-    return f"{purpose} of {shares[0][1].flat}" if shares else None

@@ -221,7 +221,8 @@ def compare_gradients(table: ErrorTable, side: Side, wanted: PlainStep, step: in
             continue
         whole = torch.zeros(1) if gradient is None else gradient
         theirs = torch.zeros(values.numel()) if gradient is None else share.same_of(gradient)
-        size = max(typical * math.sqrt(values.numel()), _typical(whole, values.numel()))
+        usual = float(whole.double().norm()) / math.sqrt(max(1, whole.numel()))  # of an element
+        size = max(typical, usual) * math.sqrt(values.numel())
         error = relative(values, theirs, size)
         covered[share.name] = covered.get(share.name, 0) + values.numel() * share.counted
         if not table.enter("gradients", share.name, error):
@@ -266,8 +267,3 @@ def compare_copies(table: ErrorTable, side: Side, plain: Plain, step: int) -> li
             if not table.enter("copies", f"{name} on rank {record.rank}", error):
                 found.append((record.rank, name, error))
     return found
-
-
-def _typical(whole: Tensor, numel: int) -> float:
-    """The expected norm of so many elements of a tensor."""
-    return float(whole.double().norm()) * math.sqrt(numel / max(1, whole.numel()))

@@ -75,7 +75,8 @@ class Plain:
 
     def weights(self) -> Tensors:
         """Copies of all parameters; tied ones under each of their names."""
-        return _copies(dict(self.model.named_parameters(remove_duplicate=False)))
+        named = self.model.named_parameters(remove_duplicate=False)
+        return {name: tensor.detach().clone() for name, tensor in named}
 
     def buffers(self, data_rank: int = 0) -> Mapping[str, Tensor]:
         """The buffers of a data rank, by name."""
@@ -222,10 +223,6 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _copies(tensors: Mapping[str, Tensor]) -> Tensors:
-    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
 CONSTANT = (bool, int, float, complex, str, bytes, type(None))
