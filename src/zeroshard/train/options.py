@@ -114,7 +114,7 @@ def _refuse_unknown(others: Sequence[str], most: int, options: Sequence[Option])
             raise ConfigError(f"{others[most]!r} belongs to no option; leave it out.")
         return
     flags = {flag: option for option in options for flag in option.flags}
-    near = difflib.get_close_matches(unknown, flags, n=1)
+    near = difflib.get_close_matches(unknown, flags, n=1, cutoff=0.7)
     if not near:
         raise ConfigError(f"There is no option {unknown} here.")
     raise _WrongOption(f"There is no option {unknown} here; did you mean {near[0]}?", flags[near[0]])
