@@ -121,14 +121,11 @@ def rank_part(device: str, largest: int) -> None:
 
 def link_of(title: str | None, memory: int | None) -> float | None:
     """GB/s of the vendor's link between two such GPUs, in one direction; None for one that is not known by name."""
-    import tomllib
-    from importlib.resources import files
-
+    from zeroshard.doctor.presets import card_of
     from zeroshard.planner.search.this_machine import nearest_preset
 
     name = nearest_preset(title, memory or 0) if title else None
-    table = tomllib.loads(files("zeroshard.doctor").joinpath("devices.toml").read_text(encoding="utf-8"))
-    return float(table["device"][name]["inside_gbytes"]) if name else None
+    return card_of(name).inside_gbytes if name else None
 
 
 def main() -> None:

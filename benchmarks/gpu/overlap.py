@@ -150,7 +150,8 @@ def rank_part(plan_name: str, device: str, toy: bool, folder: str) -> None:
     import torch
 
     import zeroshard as zs
-    from zeroshard.train.gpt import GPT, GPTConfig
+    from zeroshard.train.gpt import GPT
+    from zeroshard.train.sizes import GPTConfig
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
