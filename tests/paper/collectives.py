@@ -86,7 +86,8 @@ def _recording(paper: "Paper", name: str, written: int | None, read: int | None)
             uses.append((args[written], not source))
             if in_place:
                 uses.append((args[written], False))
-        work = function(*args, **kw)
+        with paper.plainly():  # torch.distributed asks CUDA about tensors on it
+            work = function(*args, **kw)
         if work is None:
             return None
         if not any(paper.is_on_device(tensor) for tensor, _ in uses):
@@ -106,7 +107,8 @@ def _communicator(name: str, kw: dict[str, Any], tensor: Tensor) -> tuple[str, s
     size = f"{tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}"
     if name not in ("isend", "irecv"):
         source = f" from {kw['group_src']}" if "group_src" in kw else ""
-        return title, f"{name}{source} of {size}"
+        uneven = name == "all_to_all_single"  # whose ranks have results of their own sizes
+        return title, f"{name} of {tensor.dtype}" if uneven else f"{name}{source} of {size}"
     own, peer = dist.get_rank(group), kw["group_dst" if name == "isend" else "group_src"]
     ends = (own, peer) if name == "isend" else (peer, own)
     return f"{title}, pair {min(ends)}:{max(ends)}", f"message {ends[0]}>{ends[1]} of {size}"

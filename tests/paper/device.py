@@ -22,6 +22,7 @@ from paper.operations import INSIDE, Noting
 from paper.record import Access, Block, Clock, Record, site
 from torch import Tensor
 
+from zeroshard.memory.disk import Disk
 from zeroshard.memory.host import HostMemory
 from zeroshard.memory.ledger import Arena, Category, Ledger
 from zeroshard.platform import accelerator, transport
@@ -270,7 +271,7 @@ class Paper:
         found: list[tuple[Any, str, Any]] = [
             (accelerator, "_ask", lambda device, name, error=None: getattr(module, name)),
             (accelerator, "forked_random", lambda devices: torch.random.fork_rng([])),
-            (transport, "_is_closed_to", lambda group, tensor: False),
+            (transport, "_is_closed_to", lambda group, tensor: False),  # messages are NCCL's
             (torch, "Generator", _Generator),
             (Ledger, "empty", self._naming(Ledger.empty, 4)),
             (HostMemory, "slab", self._naming(HostMemory.slab, 3)),
@@ -278,12 +279,13 @@ class Paper:
             (torch.UntypedStorage, "resize_", self._resizing()),
             (Tensor, "record_stream", lambda tensor, stream: self.block(tensor).shared.add(stream.name)),
             (Tensor, "device", property(self._device_of)),
-            (Tensor, "is_cuda", property(self.is_on_device)),
+            (Tensor, "is_cuda", property(lambda tensor: self._device_of(tensor).type == "cuda")),
             (Tensor, "is_cpu", property(lambda tensor: self._device_of(tensor).type == "cpu")),
             (Tensor, "cpu", lambda tensor, **kw: self._moved(tensor, HOST, kw)),
             (Tensor, "cuda", lambda tensor, *args, **kw: self._moved(tensor, DEVICE, kw)),
             (Tensor, "to", self._to()),
-            (Tensor, "numpy", self._touching(Tensor.numpy, True)),
+            (Tensor, "numpy", self._touching(Tensor.numpy)),
+            (Disk, "read", self._filling(Disk.read)),
             (Tensor, "tolist", self._to_list()),
             (Tensor, "data_ptr", self._pointer()),
         ]
@@ -341,7 +343,8 @@ class Paper:
 
     def _device_of(self, tensor: Tensor) -> torch.device:
         plain: torch.device = torch._C.TensorBase.device.__get__(tensor)  # type: ignore[attr-defined]
-        return DEVICE if plain.type == "cpu" and self.is_on_device(tensor) else plain
+        as_it_is = plain.type != "cpu" or getattr(self._local, "plain", False)
+        return DEVICE if not as_it_is and self.is_on_device(tensor) else plain
 
     def _moved(self, tensor: Tensor, target: torch.device, kw: dict[str, Any]) -> Tensor:
         plain: torch.device = torch._C.TensorBase.device.__get__(tensor)  # type: ignore[attr-defined]
@@ -369,11 +372,18 @@ class Paper:
 
         return moved
 
-    def _touching(self, function: Callable[..., Any], writes: bool) -> Callable[..., Any]:
+    def _filling(self, read: Callable[..., None]) -> Callable[..., None]:
+        def filled(disk: Disk, extent: Any, into: Tensor) -> None:
+            self.touch(into, "a read of the disk", True)
+            read(disk, extent, into)
+
+        return filled
+
+    def _touching(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def touched(tensor: Tensor, *args: Any, **kw: Any) -> Any:
             if self.is_on_device(tensor):
                 raise TypeError("can't convert a tensor of the device of paper to numpy; use Tensor.cpu() first")
-            self.touch(tensor, function.__name__, writes)
+            self.touch(tensor, function.__name__)
             return function(tensor, *args, **kw)
 
         return touched
@@ -416,6 +426,15 @@ class Paper:
             return tensor
 
         return made
+
+    @contextlib.contextmanager
+    def plainly(self) -> Iterator[None]:
+        """Tensors are those of the CPU inside."""
+        self._local.plain = True
+        try:
+            yield
+        finally:
+            self._local.plain = False
 
     @contextlib.contextmanager
     def wanting(self, place: str) -> Iterator[None]:

@@ -84,16 +84,18 @@ def note(paper: "Paper", operation: Operation, args: Any, kwargs: dict[str, Any]
     tensors = [*inputs, *operation.made]
     if not tensors or any(tensor.untyped_storage().device.type == "meta" for tensor in tensors):
         return
-    if _makes_on_device(paper, inputs, kwargs):
+    if _makes_on_device(paper, inputs, operation.made, kwargs):
         for tensor in operation.made:
             paper.put_on_device(tensor)
     here, record = threads.here(), paper.record
-    on_device = [tensor for tensor in tensors if paper.is_on_device(tensor)]
-    uses = [(t, False) for t in operation.read] + [(t, True) for t in (*operation.written, *operation.made)]
+    shapes_alone = name.endswith("_like") or name.startswith("new_")
+    read = [] if shapes_alone else operation.read
+    uses = [(t, False) for t in read] + [(t, True) for t in (*operation.written, *operation.made)]
+    on_device = [tensor for tensor, _ in uses if paper.is_on_device(tensor)]
     if not on_device:
         paper.use(here, record.tick(here), name, uses)
         return
-    crosses = len(on_device) < len(tensors)
+    crosses = len(on_device) < len(uses)
     actor = paper.stream.name
     paper.launched(actor)
     number = record.tick(actor)
@@ -121,15 +123,15 @@ def _is_plain(leaf: object) -> bool:
     return isinstance(leaf, Tensor) and leaf.layout is torch.strided
 
 
-def _makes_on_device(paper: "Paper", inputs: list[Tensor], kwargs: dict[str, Any]) -> bool:
+def _makes_on_device(paper: "Paper", inputs: list[Tensor], made: list[Tensor], kwargs: dict[str, Any]) -> bool:
     """Whether the new tensors of an operation lie on the device."""
     if paper.wanted:
         return paper.wanted == "device"
     device = kwargs.get("device")
     if device == INSIDE and device.index is not None:
         return True
-    # Without inputs, autograd's own formulas name the CPU by the options of a gradient.
-    return any(map(paper.is_on_device, inputs)) if inputs else device is not None
+    # Without inputs, autograd's own formulas name the CPU by the options of a gradient; a scalar is a number's.
+    return any(map(paper.is_on_device, inputs)) if inputs else device is not None and any(t.dim() for t in made)
 
 
 def _synchronises(name: str, args: Any, kwargs: dict[str, Any], crosses: bool) -> bool:

@@ -195,7 +195,7 @@ class Record:
             kind = f"{'page-locked ' if block.locked else ''}memory of the host released before its copy ended"
             missing = f"{thread} waits for {{}}"
         for old in block.accesses if kind else ():
-            on_host = old.actor.startswith("thread")
+            on_host = old.actor.startswith(("thread", "gloo"))  # gloo holds what it sends
             if old.actor not in exempt and not on_host and clock.get(old.actor, 0) < old.number:
                 self.find(kind, block, old, f"{what} by {thread} at {at}", missing.format(old.actor), at)
         block.accesses = []

@@ -53,7 +53,7 @@ def replaced(paper: "Paper") -> list[tuple[Any, str, Any]]:
 
 
 def _of_threads(paper: "Paper", send: Any, receive: Any) -> list[tuple[Any, str, Any]]:
-    start, join = threading.Thread.start, threading.Thread.join
+    start, join, is_alive = threading.Thread.start, threading.Thread.join, threading.Thread.is_alive
     ends: weakref.WeakKeyDictionary[threading.Thread, Clock] = weakref.WeakKeyDictionary()
 
     def started(thread: threading.Thread) -> None:
@@ -75,7 +75,14 @@ def _of_threads(paper: "Paper", send: Any, receive: Any) -> list[tuple[Any, str,
         if not thread.is_alive() and thread in ends:
             paper.join_host(ends[thread])
 
-    return [(threading.Thread, "start", started), (threading.Thread, "join", joined)]
+    def asked(thread: threading.Thread) -> bool:
+        alive = is_alive(thread)
+        if not alive and thread in ends:
+            paper.join_host(ends[thread])
+        return alive
+
+    return [(threading.Thread, "start", started), (threading.Thread, "join", joined),
+            (threading.Thread, "is_alive", asked)]  # fmt: skip
 
 
 def _of_events(send: Any, receive: Any) -> list[tuple[Any, str, Any]]:

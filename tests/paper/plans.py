@@ -1,0 +1,105 @@
+"""The plans that run on a device of paper, each with its number of ranks and of waits of the host for the device.
+
+The waits are those of the main thread in a step of the steady state, one number for each rank. All plans have one:
+the loss and the norms of the gradients come to the host together, once a step. The others are
+
+- 2 for each flat of slices: whether a parameter was written while its values were absent (`written_while_absent`);
+- 1 for each flat whose gradients an update on the host reads, before it may read them;
+- 2 on the rank that draws the loss of a pipeline, 1 more on the ranks that agree on it;
+- with experts 1 for the sizes of messages and 2 for the readings of a router; 2 more on the first rank of a group;
+- 2 for each tensor that is compressed by its zeros, whose number is a size.
+"""
+
+from typing import Any
+
+Settings = dict[str, Any]
+DISK = "DISK"  # stands for a folder of the run's own
+STAGES = "pipeline_parallel"
+
+
+def _staged(schedule: str, ranks: int = 2, **more: Any) -> Settings:
+    return {STAGES: ranks, f"{STAGES}.schedule": schedule, "microbatches": 4, **more}
+
+
+ALONE: dict[str, Settings] = {
+    "zero 2, microbatches, clipped": {"zero": 2, "microbatches": 4, "clip_norm": 0.5},
+    "zero 3, loss in chunks": {"zero": 3, "loss_chunk": 32},
+    "optimizer on the host": {"offload": "optimizer"},
+    "optimizer on the host, clipped": {"offload": "optimizer", "clip_norm": 0.5, "microbatches": 2},
+    "half of the optimizer on the host": {"offload": "optimizer", "offload.fraction": 0.5},
+    "without guesses": {"offload": "optimizer", "offload.speculate": False, "clip_norm": 0.5},
+    "guesses in bf16": {"offload": "optimizer", "precision": "bf16", "clip_norm": 1e3},
+    "delayed update": {"offload": "optimizer", "offload.delayed_update": True, "offload.delayed_warmup": 1},
+    "delayed update of half": {
+        "offload": "optimizer",
+        "offload.delayed_update": True,
+        "offload.delayed_warmup": 1,
+        "offload.fraction": 0.5,
+    },
+    "parameters on the host": {"zero": 3, "offload": "optimizer,parameters"},
+    "parameters on the host, bf16": {
+        "zero": 3,
+        "offload": "optimizer,parameters",
+        "precision": "bf16",
+        "clip_norm": 1e3,
+    },
+    "activations on the host": {"offload": "activations"},
+    "everything on the host": {"zero": 3, "offload": "optimizer,parameters,activations"},
+    "states on disk": {"offload": "optimizer", "offload.disk": DISK},
+    "everything on disk": {
+        "zero": 3,
+        "offload": "optimizer,parameters",
+        "offload.disk": DISK,
+        "offload.disk_parameters": True,
+    },
+    "moments of 8 bits on the host": {"offload": "optimizer", "offload.moments": "8bit"},
+    "blocks, zero=3": {"recompute": "blocks", "zero": 3},
+    "sqrt": {"recompute": "sqrt"},
+    "selective": {"recompute": "selective"},
+    "auto": {"recompute": "auto", "device_memory": "4GiB"},
+    "arena": {"activations.recompute": "blocks", "activations.arena": True},
+    "inputs of blocks on the host": {"recompute": "blocks", "offload": "activations"},
+    "compressed activations": {"activations.compress": ("binarize", "sparse", "inplace")},
+    "exact random numbers": {"rng": "exact"},
+}
+TWO: dict[str, Settings] = {
+    **{f"zero {zero}": {"zero": zero} for zero in range(4)},
+    "overlapped gather": {"zero": 2, "overlap_gather": True},
+    "zero 2, two microbatches": {"zero": 2, "microbatches": 2, "clip_norm": 0.5},
+    "zero 3, blocks": {"zero": 3, "recompute": "blocks"},
+    "optimizer on the host, two ranks": {"offload": "optimizer", "clip_norm": 0.5},
+    "everything on the host, two ranks": {"zero": 3, "offload": "optimizer,parameters,activations"},
+    "tensor parallel": {"tensor_parallel": 2},
+    "tensor parallel, zero 3, selective": {"tensor_parallel": 2, "zero": 3, "recompute": "selective"},
+    "naive": _staged("naive"),
+    "gpipe": _staged("gpipe"),
+    "1f1b": _staged("1f1b"),
+    "zb-h1": _staged("zb-h1"),
+    "interleaved": _staged("interleaved", **{f"{STAGES}.virtual_stages": 2}),
+    "pipedream": _staged("pipedream"),
+    "2bw": _staged("2bw"),
+    "stages, arena": _staged("1f1b", **{"activations.recompute": "blocks", "activations.arena": True}),
+    "stages, optimizer on the host": _staged("1f1b", offload="optimizer"),
+    "experts": {"expert_parallel": 2},
+    "experts, zero 3": {"expert_parallel": 2, "zero": 3},
+    "users": {"zero": 3, "SAVE": True, "GATHERED": True, "EVALUATE": True, "STATE": True},
+    "users, on the host": {
+        "zero": 3,
+        "offload": "optimizer,parameters",
+        "SAVE": True,
+        "GATHERED": True,
+        "EVALUATE": True,
+    },
+}
+FOUR: dict[str, Settings] = {
+    "groups of two": {"zero": 3, "shard_group": 2},
+    "experts on two machines": {
+        "expert_parallel.ranks": 4,
+        "expert_parallel.two_level": True,
+        "zero": 2,
+        "MACHINES": True,
+    },
+    "stages and tensor parallel": {STAGES: 2, "tensor_parallel": 2, "microbatches": 2},
+}
+RANKS = {**dict.fromkeys(ALONE, 1), **dict.fromkeys(TWO, 2), **dict.fromkeys(FOUR, 4)}
+PLANS = {**ALONE, **TWO, **FOUR}

@@ -1,0 +1,77 @@
+"""Every kind of plan on a device of paper: no findings, equal launches on all ranks, and known waits of the host."""
+
+import math
+
+import pytest
+from paper.plans import PLANS, RANKS
+from paper.record import disagreements
+from paper.runs import run
+from pool import Pool
+
+import zeroshard as zs
+
+WAITS: dict[str, tuple[int, ...]] = {
+    "zero 2, microbatches, clipped": (1,),
+    "zero 3, loss in chunks": (1,),
+    "optimizer on the host": (4,),
+    "optimizer on the host, clipped": (5,),
+    "half of the optimizer on the host": (3,),
+    "without guesses": (4,),
+    "guesses in bf16": (4,),
+    "delayed update": (4,),
+    "delayed update of half": (3,),
+    "parameters on the host": (10,),
+    "parameters on the host, bf16": (10,),
+    "activations on the host": (1,),
+    "everything on the host": (10,),
+    "states on disk": (4,),
+    "everything on disk": (10,),
+    "moments of 8 bits on the host": (4,),
+    "blocks, zero=3": (1,),
+    "sqrt": (1,),
+    "selective": (1,),
+    "auto": (1,),
+    "arena": (1,),
+    "inputs of blocks on the host": (1,),
+    "compressed activations": (9,),
+    "exact random numbers": (1,),
+    "zero 0": (1, 1),
+    "zero 1": (1, 1),
+    "zero 2": (1, 1),
+    "zero 3": (7, 7),
+    "overlapped gather": (1, 1),
+    "zero 2, two microbatches": (1, 1),
+    "zero 3, blocks": (7, 7),
+    "optimizer on the host, two ranks": (4, 4),
+    "everything on the host, two ranks": (10, 10),
+    "tensor parallel": (2, 2),
+    "tensor parallel, zero 3, selective": (6, 6),
+    "naive": (12, 13),
+    "gpipe": (12, 13),
+    "1f1b": (12, 13),
+    "zb-h1": (12, 13),
+    "interleaved": (28, 29),
+    "pipedream": (20, 20),
+    "2bw": (11, 11),
+    "stages, arena": (12, 13),
+    "stages, optimizer on the host": (15, 16),
+    "experts": (7, 4),
+    "experts, zero 3": (13, 10),
+    "users": (7, 7),
+    "users, on the host": (10, 10),
+    "groups of two": (8, 8, 8, 8),
+    "experts on two machines": (7, 4, 4, 4),
+    "stages and tensor parallel": (8, 8, 9, 9),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_plan_has_no_findings(pool: Pool, name: str) -> None:
+    ranks = RANKS[name]
+    answers = pool.run(run, ranks, PLANS[name]) if ranks > 1 else [run(zs.Mesh(), PLANS[name])]
+    findings = [finding for answer in answers for finding in answer.findings]
+    assert not findings, "\n".join(findings)
+    assert not list(disagreements([answer.launches for answer in answers]))
+    assert all(math.isfinite(loss) or math.isnan(loss) for answer in answers for loss in answer.losses)
+    waits = tuple(sum(answer.waits.values()) for answer in answers)
+    assert waits == WAITS[name], [answer.waits for answer in answers]
