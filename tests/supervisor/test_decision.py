@@ -3,7 +3,7 @@
 import json
 import random
 import signal
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -262,4 +262,4 @@ def test_the_code_after_a_stop(codes: tuple[int, ...], killed: bool, code: int) 
     ],
 )
 def test_a_state_travels_as_json(state: RankState) -> None:
-    assert RankState.from_dict(json.loads(json.dumps(state.as_dict()))) == state
+    assert RankState.from_dict(json.loads(json.dumps(asdict(state)))) == state

@@ -130,7 +130,7 @@ def _rates(profile: MachineProfile) -> Table:
     for dtype, rate in profile.matrix_flops.items():
         other = _flops(beside.matrix) if beside and dtype == "fp32" else ""
         table.add_row(f"matrix products, {dtype}", _flops(rate), other)
-    table.add_row("memory, copied", _rate(profile.memory_bandwidth), _rate(beside and beside.memory))
+    table.add_row("memory, copied", _rate(profile.memory_bandwidth), _rate(beside.memory if beside else None))
     table.add_row("one small operation", f"{1e6 * profile.op_seconds:,.1f} µs")
     if profile.kind != "cpu":
         table.add_row("host to GPU", _rate(profile.host_up))

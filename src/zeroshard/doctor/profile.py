@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from zeroshard.doctor.hardware import (
     COMMUNICATORS,
@@ -26,7 +26,8 @@ Transport = Literal["network", "shared"]
 Clock = Literal["wall", "cpu"]
 
 
-class Timing(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Timing:
     """One measured operation: the bytes that a rank sends, and seconds by the clock and of CPU time per rank."""
 
     nbytes: int
@@ -34,7 +35,8 @@ class Timing(NamedTuple):
     cpu: float
 
 
-class Beside(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Beside:
     """The rates of one process beside another: FLOP/s of fp32 matrices, and bytes/s of a copy."""
 
     matrix: float
@@ -128,14 +130,7 @@ class MachineProfile:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        plain = dataclasses.asdict(self)
-        plain["beside"] = self.beside and self.beside._asdict()
-        plain["signal"] = self.signal and self.signal._asdict()
-        plain["collectives"] = {
-            transport: {operation: [row._asdict() for row in rows] for operation, rows in operations.items()}
-            for transport, operations in self.collectives.items()
-        }
-        return plain
+        return dataclasses.asdict(self)
 
     @property
     def transport(self) -> Transport:

@@ -30,6 +30,7 @@ from zeroshard.report.timeline_figure import (
     place_axis,
 )
 from zeroshard.report.timeline_section import NAMESPACE, TimelineSection
+from zeroshard.report.timeline_trace import metadata, trace_of
 from zeroshard.text import format_duration
 from zeroshard.traffic import COMPUTE, DISK, QUEUES, UPDATE
 
@@ -165,16 +166,17 @@ def place_queues(timeline: OffloadTimeline) -> Picture:
 
 def offload_trace(timeline: OffloadTimeline) -> str:
     """A process for the rank, a thread per queue, a slice per span, in microseconds (the Trace Event Format)."""
-    events: list[dict[str, object]] = [_metadata("process_name", 0, name=f"rank {timeline.rank}")]
+    events = [metadata(0, 0, "process_name", name=f"rank {timeline.rank}")]
     for tid, (queue, row) in enumerate(timeline.rows()):
-        events += [_metadata("thread_name", tid, name=QUEUE_NAMES[queue])]
-        events += [_metadata("thread_sort_index", tid, sort_index=tid)]
+        events += [metadata(0, tid, "thread_name", name=QUEUE_NAMES[queue])]
+        events += [metadata(0, tid, "thread_sort_index", sort_index=tid)]
         for span in row:
             place = {"tid": tid, "ts": _micro(span.start), "dur": _micro(span.end - span.start)}
-            events.append({"ph": "X", "pid": 0, **place, "name": span.label, "cat": span.cause})
+            events.append(json.dumps({"ph": "X", "pid": 0, **place, "name": span.label, "cat": span.cause}))
     for number, end in enumerate(timeline.ends, 1):
-        events.append({"ph": "i", "pid": 0, "tid": 0, "ts": _micro(end), "s": "p", "name": f"end of step {number}"})
-    return '{"displayTimeUnit": "ms", "traceEvents": [\n' + ",\n".join(map(json.dumps, events)) + "\n]}\n"
+        mark = {"ph": "i", "pid": 0, "tid": 0, "ts": _micro(end), "s": "p", "name": f"end of step {number}"}
+        events.append(json.dumps(mark))
+    return trace_of(events)
 
 
 def _timeline(record: Record) -> OffloadTimeline:
@@ -247,10 +249,6 @@ def _caption(timeline: OffloadTimeline) -> str:
         f"was hidden behind compute. Lines are where steps end. On a GPU, computes and copies stand where the host "
         f"handed them out, not where they ran. Beside this page lie {SVG} and {TRACE}, which opens in ui.perfetto.dev."
     )
-
-
-def _metadata(kind: str, tid: int, **args: object) -> dict[str, object]:
-    return {"ph": "M", "pid": 0, "tid": tid, "name": kind, "args": args}
 
 
 def _micro(seconds: float) -> float:

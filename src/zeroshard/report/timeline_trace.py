@@ -1,7 +1,7 @@
 """Timelines of a pipeline as a trace for chrome://tracing and ui.perfetto.dev (the Trace Event Format)."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from zeroshard.schedule.actions import Kind
 from zeroshard.schedule.simulate import Timeline
@@ -10,14 +10,24 @@ from zeroshard.schedule.simulate import Timeline
 def timeline_trace(timelines: Sequence[Timeline]) -> str:
     """A process per timeline, a thread per rank, a slice per action, and an arrow per message, in microseconds."""
     events = [event for pid, timeline in enumerate(timelines) for event in _events(timeline, pid)]
+    return trace_of(events)
+
+
+def trace_of(events: Iterable[str]) -> str:
+    """The content of a trace from the JSON of its events."""
     return '{"displayTimeUnit": "ms", "traceEvents": [\n' + ",\n".join(events) + "\n]}\n"
 
 
+def metadata(pid: int, tid: int, kind: str, **args: object) -> str:
+    """The event that gives a process or a thread a name, or its place in the order."""
+    return json.dumps({"ph": "M", "pid": pid, "tid": tid, "name": kind, "args": args})
+
+
 def _events(timeline: Timeline, pid: int) -> Iterator[str]:
-    yield _metadata(pid, 0, "process_name", timeline.name)
+    yield metadata(pid, 0, "process_name", name=timeline.name)
     origin = min([spans[0][1] for spans in timeline.spans if spans], default=0)
     for rank, spans in enumerate(timeline.spans):
-        yield _metadata(pid, rank, "thread_name", f"rank {rank}")
+        yield metadata(pid, rank, "thread_name", name=f"rank {rank}")
         for action, start, end in spans:
             kind, chunk, microbatch, version, _ = action
             number = "" if microbatch is None else f'"microbatch":{microbatch},'
@@ -28,10 +38,6 @@ def _events(timeline: Timeline, pid: int) -> Iterator[str]:
             )
     yield from _arrows(timeline, pid, origin, forward=True)
     yield from _arrows(timeline, pid, origin, forward=False)
-
-
-def _metadata(pid: int, rank: int, kind: str, name: str) -> str:
-    return json.dumps({"ph": "M", "pid": pid, "tid": rank, "name": kind, "args": {"name": name}})
 
 
 def _arrows(timeline: Timeline, pid: int, origin: float, forward: bool) -> Iterator[str]:

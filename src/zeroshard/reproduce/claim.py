@@ -52,6 +52,13 @@ class Reading:
         printed, ours = Decimal(self.published), Decimal(float(self.ours))
         return printed in (ours.quantize(printed, ROUND_HALF_UP), ours.quantize(printed, ROUND_DOWN))
 
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, as JSON holds them."""
+        names = ("what", "published", "ours", "difference", "agrees", "within", "note")
+        return {name: getattr(self, name) for name in names} | {
+            "ours": self.ours if isinstance(self.ours, str) else float(self.ours)
+        }
+
 
 @dataclass(frozen=True)
 class Claim:
@@ -93,23 +100,11 @@ class Outcome:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, as JSON holds them."""
-        claim = self.claim
-        about = {"name": claim.name, "title": claim.title, "source": claim.source, "unit": claim.unit, "how": claim.how}
+        about = {name: getattr(self.claim, name) for name in ("name", "title", "source", "unit", "how")}
         return about | {
             "reproduced": self.reproduced,
             "seconds": self.seconds,
-            "numbers": [
-                {
-                    "what": r.what,
-                    "published": r.published,
-                    "ours": r.ours if isinstance(r.ours, str) else float(r.ours),
-                    "difference": r.difference,
-                    "agrees": r.agrees,
-                    "within": r.within,
-                    "note": r.note,
-                }
-                for r in self.readings
-            ],
+            "numbers": [reading.as_dict() for reading in self.readings],
         }
 
 

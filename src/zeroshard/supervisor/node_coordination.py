@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -154,7 +154,7 @@ class Connection(threading.Thread):
 
     def tell(self, states: Sequence[RankState], obeyed: int, asked: bool) -> None:
         """Set the content of the next message to node 0."""
-        payload = {"asked": asked, "obeyed": obeyed, "states": [state.as_dict() for state in states]}
+        payload = {"asked": asked, "obeyed": obeyed, "states": [asdict(state) for state in states]}
         self._message = {**self._message, **payload}
 
     def run(self) -> None:

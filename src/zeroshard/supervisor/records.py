@@ -1,6 +1,6 @@
 """Plain records of rank states, culprits and verdicts, which also go from node to node as JSON."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from zeroshard.comm.heartbeat import Collective, Failure, HeartbeatReading
@@ -58,13 +58,9 @@ class RankState:
             self.heartbeat.step >= 0 or self.heartbeat.collective.number or self.heartbeat.phase
         )
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return asdict(self)
-
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "RankState":
-        """The state of an `as_dict`."""
+        """The state from the values of its fields, as `asdict` gives them."""
         heartbeat, failure = values["heartbeat"], values["failure"]
         if heartbeat is not None:
             heartbeat = HeartbeatReading(**{**heartbeat, "collective": Collective(*heartbeat["collective"])})
