@@ -1,11 +1,14 @@
 """What is in a checkpoint folder, read by json and safetensors alone, and back by ranges."""
 
 import json
+import threading
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from checkpoint.faults import COPIES, SHAPES, content, expected, pieces_of, save, save_as, values_of
+from checkpoint.faults import COPIES, SHAPES, content, expected, order, pieces_of, save, save_as, values_of
 from safetensors import safe_open
 
 from zeroshard.checkpoint import (
@@ -22,6 +25,7 @@ from zeroshard.checkpoint import (
     write_tensors,
 )
 from zeroshard.checkpoint.stream import BLOCK, CODES, in_order
+from zeroshard.checkpoint.writer import ALWAYS
 from zeroshard.comm.mesh import Mesh
 from zeroshard.errors import CheckpointError
 from zeroshard.memory.ledger import Category, Ledger
@@ -130,3 +134,49 @@ def test_a_snapshot_is_a_copy_in_buffers_that_stay() -> None:
     again = snapshot.take([TensorPiece.whole("weight:w", values)])
     assert again[0].values is first[0].values and again[0].values.tolist() == [0] * 6
     assert account.current == 24 and account.peak == 36
+
+
+def test_pieces_without_room_for_a_copy_stay_as_they_are() -> None:
+    ledger = Ledger()
+    snapshot, large = Snapshot(ledger), torch.arange(2.0 * ALWAYS)
+    pieces = [TensorPiece.whole(name, values) for name, values in (("a", large), ("b", large[:2]), ("c", large))]
+    first, tiny, last = snapshot.take(pieces, room=large.nbytes + 8)
+    assert first.copied and tiny.copied and not last.copied and last is pieces[2]
+    assert ledger.account(Category.BUFFERS, "host").current == large.nbytes + 8
+    assert [piece.copied for piece in snapshot.take(pieces, room=0)] == [True, True, False]  # in the same buffers
+    assert all(piece.copied for piece in snapshot.take(pieces, room=large.nbytes))
+    assert ledger.account(Category.BUFFERS, "host").current == 2 * large.nbytes + 8
+
+
+def test_training_waits_for_pieces_that_are_no_copies_alone(tmp_path: Path) -> None:
+    class Gate(CheckpointDisk):
+        """A disk that stops in the middle of the file."""
+
+        def __init__(self) -> None:
+            self.written, self.go = [], threading.Event()
+
+        def write(self, file: Any, content: Any) -> None:
+            self.written.append(len(content))
+            if len(self.written) == 3:  # the header, then the piece that is no copy, then the next
+                self.go.wait(60)
+            super().write(file, content)
+
+    gate = Gate()
+    pieces = [TensorPiece.whole(name, torch.ones(size)) for name, size in (("weight:y", 5), ("weight:z", 7))]
+    pieces[0] = replace(pieces[0], copied=True)
+    half = order(tmp_path, 5, gate)
+    half.pieces = pieces
+    thread = threading.Thread(target=write, args=(half, Mesh(), Notes(Mesh(), "t")))
+    thread.start()
+    assert half.written.wait(60) and gate.written[1:] in ([28], [28, 20])
+    gate.go.set()
+    thread.join()
+    assert half.path.is_dir()
+
+
+def test_a_file_that_fails_lets_training_go_on(tmp_path: Path) -> None:
+    pieces = [TensorPiece.whole("x", torch.zeros(1, dtype=torch.complex128))]
+    torn = WriteOrder(tmp_path / "c", "t", pieces, {"step": 0}, lambda facts: facts[0])
+    with pytest.raises(CheckpointError, match="complex128"):
+        write(torn, Mesh(), Notes(Mesh(), "t"))
+    assert torn.written.is_set()

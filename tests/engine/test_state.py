@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ from pool import Pool, WorkerError
 from safetensors.torch import load_file
 
 import zeroshard as zs
+from zeroshard.checkpoint import writer
+from zeroshard.memory.limits import Room
+from zeroshard.platform import real
 
 PLANS: dict[str, dict[str, Any]] = {
     **{f"zero{stage}": {"zero": stage} for stage in range(4)},
@@ -73,6 +77,35 @@ def test_resume_is_bitwise(
         assert losses == resumed[0]
         assert (scale, count) == resumed[2:]
         assert all(torch.equal(value, resumed[1][key]) for key, value in weights.items())
+
+
+def save_without_room(mesh: zs.Mesh, folder: str) -> Any:
+    """Whether a warning came, the bytes of copies, and the weights of the saved step and of a resumed run."""
+    rooms, always = real.find_rooms, writer.ALWAYS
+    engine = make(mesh, {"zero": 2}, "Tied")
+    steps(engine, 0, 5)
+    real.find_rooms, writer.ALWAYS = lambda: [Room(0, "a limit")], 0  # type: ignore[assignment]
+    try:
+        saved = {name: value.clone() for name, value in engine.state_dict().items()}
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            first, second = (engine.save(Path(folder) / f"step-{n}") for n in (5, 6))
+        steps(engine, 5, 8)  # while the rest is written
+        first.wait(), second.wait()
+    finally:
+        real.find_rooms, writer.ALWAYS = rooms, always
+    again = make(mesh, {"zero": 2}, "Tied")
+    again.load(Path(folder) / "step-6")
+    texts = [str(one.message) for one in caught if one.category is zs.errors.CheckpointWarning]
+    return texts, engine.ledger.total("host"), saved, again.state_dict()
+
+
+def test_a_checkpoint_without_room_for_its_copy_is_of_one_step(pool: Pool, tmp_path: Path) -> None:
+    for texts, copied, saved, loaded in pool.run(save_without_room, 2, str(tmp_path)):
+        (text,) = texts  # once
+        assert "Host memory has no room to copy" in text and "save(wait=True)" in text
+        assert copied == 0
+        assert all(torch.equal(value, loaded[name]) for name, value in saved.items())
 
 
 def save_only(mesh: zs.Mesh, plan: dict[str, Any], folder: str) -> list[float]:

@@ -11,7 +11,8 @@ is no folder of that name, and all ranks raise its cause.
 
 import contextlib
 import json
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ class WriteOrder:
         facts: the facts of this rank.
         merge: the manifest's facts, made on rank 0 from those of all ranks.
         keep: number of checkpoints that stay in the folder; None for all.
+        written: set once every piece that is no copy is in the file, or the file has failed.
     """
 
     path: Path
@@ -47,6 +49,7 @@ class WriteOrder:
     merge: Callable[[list[dict[str, Any]]], dict[str, Any]]
     keep: int | None = None
     disk: CheckpointDisk = field(default_factory=CheckpointDisk)
+    written: threading.Event = field(default_factory=threading.Event)
 
     @property
     def temporary(self) -> Path:
@@ -67,6 +70,8 @@ def write(order: WriteOrder, mesh: Mesh, coordination: Coordination) -> None:
         shard = _write_shard(order, file_of(mesh.rank, mesh.ranks))
     except Exception as error:  # of any kind: the other ranks wait for a report
         problem = _text_of(error)
+    finally:
+        order.written.set()
     try:
         parts = coordination.collect([problem, shard, None if problem else order.facts])
     except CheckpointError as error:  # a rank has ended
@@ -86,19 +91,28 @@ def write(order: WriteOrder, mesh: Mesh, coordination: Coordination) -> None:
 
 
 def _write_shard(order: WriteOrder, file: str) -> dict[str, Any]:
-    """Write the pieces of a rank; returns their entries for the manifest."""
-    pieces = sorted(order.pieces, key=lambda piece: in_order(piece.values.dtype))
+    """Write the pieces of a rank, those first that are no copies; returns their entries for the manifest."""
+    pieces = sorted(order.pieces, key=lambda piece: (in_order(piece.values.dtype), piece.copied))
     chunks = [Chunk(file, piece.box, ()) for piece in pieces]
     slots = [
         Slot(chunk.key(piece.name), piece.values.dtype, (chunk.numel,))
         for piece, chunk in zip(pieces, chunks, strict=True)
     ]
-    done = write_tensors(order.disk, order.temporary / file, slots, (piece.values for piece in pieces))
+    done = write_tensors(order.disk, order.temporary / file, slots, _values(order, pieces))
     rows = [
         [p.name, p.shape, str(p.values.dtype).removeprefix("torch."), p.box.start, p.box.shape, blocks]
         for p, blocks in zip(pieces, done.blocks, strict=True)
     ]
     return {"file": file, "nbytes": done.nbytes, "header_crc32": done.header_crc32, "rows": rows}
+
+
+def _values(order: WriteOrder, pieces: list[TensorPiece]) -> Iterator[torch.Tensor]:
+    """The values of the pieces; the next is asked for when the last is in the file."""
+    last = max((number for number, piece in enumerate(pieces) if not piece.copied), default=-1)
+    for number, piece in enumerate(pieces):
+        if number > last:
+            order.written.set()
+        yield piece.values
 
 
 def _commit(order: WriteOrder, parts: list[list[Any]]) -> str | None:

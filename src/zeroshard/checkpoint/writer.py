@@ -7,6 +7,7 @@ write while training goes on use the key-value store, since they must not start 
 import atexit
 import contextlib
 import json
+import math
 import sys
 import threading
 import time
@@ -28,17 +29,23 @@ from zeroshard.errors import CheckpointError, CheckpointWarning
 from zeroshard.memory.ledger import Category, Ledger
 from zeroshard.platform import accelerator
 
+ALWAYS = 2**16  # bytes of a piece that is copied in any case
 POLLS = 0.005, 0.1  # seconds between polls of the store, at first and at most
 
 
 @dataclass(frozen=True, slots=True)
 class TensorPiece:
-    """The values of one box of the tensor `name` of shape `shape`, in the shape of the box; a view, of any strides."""
+    """The values of one box of the tensor `name` of shape `shape`, in the shape of the box; a view, of any strides.
+
+    Attributes:
+        copied: whether later steps leave the values as they are.
+    """
 
     name: str
     shape: tuple[int, ...]
     box: Box
     values: torch.Tensor
+    copied: bool = False
 
     @classmethod
     def whole(cls, name: str, values: torch.Tensor) -> "TensorPiece":
@@ -47,26 +54,40 @@ class TensorPiece:
 
 
 class Snapshot:
-    """Copies of a rank's pieces on the host, in buffers that all checkpoints reuse."""
+    """Copies of a rank's pieces on the host, in buffers that all checkpoints reuse.
+
+    [Note: copies in short memory] Copies of all states may need more host memory than is free. Pieces that find no room
+    stay as they are: the thread writes them first, and training waits for them alone. So a checkpoint holds the states
+    of one step with any amount of memory, and the wait is as long as the missing memory is large.
+    """
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._buffers: dict[tuple[str, Box], torch.Tensor] = {}
 
-    def take(self, pieces: Iterable[TensorPiece]) -> list[TensorPiece]:
-        """The pieces with copies of their values, unaffected by later steps."""
+    def take(self, pieces: Iterable[TensorPiece], room: float = math.inf) -> list[TensorPiece]:
+        """The pieces, with copies of their values as far as new buffers fit ([Note: copies in short memory]).
+
+        Args:
+            room: bytes that new buffers may take; those of fewer than `ALWAYS` bytes are made in any case.
+        """
         before, self._buffers = self._buffers, {}
         copies, devices = [], set[torch.device]()
         for piece in pieces:
             values = piece.values.detach()
+            devices.add(values.device)
             buffer = before.pop((piece.name, piece.box), None)
             if buffer is None or (buffer.dtype, buffer.numel()) != (values.dtype, values.numel()):
-                self._enter(buffer, values)
+                self._enter(buffer, None)
+                if values.nbytes > max(room, ALWAYS):
+                    copies.append(piece)
+                    continue
+                self._enter(None, values)
+                room -= values.nbytes
                 buffer = accelerator.page_locked(values.numel(), values.dtype, values.device)
             buffer.view(values.shape).copy_(values, non_blocking=True)
-            devices.add(values.device)
             self._buffers[piece.name, piece.box] = buffer
-            copies.append(replace(piece, values=buffer))
+            copies.append(replace(piece, values=buffer, copied=True))
         for buffer in before.values():
             self._enter(buffer, None)
         for device in devices:

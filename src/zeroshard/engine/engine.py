@@ -360,6 +360,7 @@ class Engine:
         """Write a checkpoint folder: weights, optimizer states, random numbers, step; a collective call.
 
         Training may go on at once: the states are copied to the host's memory, and a thread brings them onto the disk.
+        States without room for a copy there are waited for, with a `CheckpointWarning` the first time.
         A checkpoint that is still being written is waited for first. One that fails is a `CheckpointWarning` in the
         next step, unless `saving.wait()` raised it before.
 

@@ -3,6 +3,7 @@
 import json
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
@@ -26,8 +27,9 @@ from zeroshard.checkpoint import (
     write,
 )
 from zeroshard.checkpoint.facts import check_facts, given, kept
+from zeroshard.comm.mesh import local_ranks
 from zeroshard.engine.build import Assembly
-from zeroshard.errors import CheckpointError, DamagedError
+from zeroshard.errors import CheckpointError, CheckpointWarning, DamagedError
 from zeroshard.memory.ledger import Ledger
 from zeroshard.optim.states.restoring import WAY_OUT, Saved, load_states
 from zeroshard.optim.states.whole_states import elements_of, merged_options, options_of, scalars_of, whole_pieces
@@ -36,6 +38,9 @@ from zeroshard.parts.part import Part
 from zeroshard.pipeline.buffers import Buffers, merged_facts
 from zeroshard.pipeline.stage import Stage
 from zeroshard.pipeline.whole import WholeModel
+from zeroshard.text import format_bytes
+
+SHARE = 0.9  # of free host memory that copies of a checkpoint may take
 
 
 class State:
@@ -60,12 +65,12 @@ class State:
         self._parts, self._optimizer = assembly.parts, assembly.optimizer
         self._world = axes.world
         self.buffers = Buffers(model, axes.world.mesh, stage)
-        self._snapshot = Snapshot(ledger)
+        self._snapshot, self._warned = Snapshot(ledger), False
         self._axes = {name: axis.size for name, axis in axes.new.items()}
         self.wholes = WholeTensors(assembly.parts, axes.new, tied)
 
     def save(self, path: Path, facts: dict[str, Any], keep: int | None, wait: bool) -> Saving:
-        """Write all state of the next step; a collective call, which returns once everything is copied.
+        """Write all state of the next step; a collective call, which returns once everything is copied or written.
 
         Args:
             keep: how many checkpoints in the folder of `path` stay.
@@ -82,10 +87,28 @@ class State:
             order.pieces = list(self._pieces())
             write(order, mesh, Meeting(comm, path.name))
             return Saving(path, lambda: None)
-        order.pieces = self._snapshot.take(self._pieces())
+        order.pieces = self._snapshot.take(self._pieces(), self._room())
+        waits = sum(piece.values.nbytes for piece in order.pieces if not piece.copied)
+        if waits and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"Host memory has no room to copy {format_bytes(waits)} of a checkpoint of "
+                f"{format_bytes(sum(piece.values.nbytes for piece in order.pieces))}: training waits while they are "
+                f"written, in this and later checkpoints. Free host memory, or say save(wait=True).",
+                CheckpointWarning,
+                stacklevel=4,
+            )
         saving = Saving(path, lambda: write(order, mesh, Notes(mesh, order.token)))
         saving.start()
+        if waits:
+            order.written.wait()
         return saving
+
+    def _room(self) -> float:
+        """Bytes of host memory that copies of this rank may take."""
+        mesh = self._world.mesh
+        ranks = local_ranks() or mesh.ranks
+        return min((SHARE * (r.nbytes // r.takers(ranks)) for r in mesh.platform.rooms()), default=math.inf)
 
     def load(self, path: Path) -> dict[str, Any]:
         """Take weights, optimizer states and random numbers from a checkpoint; returns its facts; a collective call.

@@ -53,6 +53,11 @@ class Offloading(Choice):
         return not (self.policy.optimizer and self.policy.fraction < 1)
 
     @property
+    def saves_in_place(self) -> bool:
+        """Not from a disk, or from moments in fewer bits, which checkpoints hold in fp32."""
+        return self.policy.disk is None and self.policy.moments == "fp32"
+
+    @property
     def beside_devices(self) -> bool:
         """Whether offloaded bytes, and the memory for them, are counted exactly."""
         return bool(self.parts)
@@ -83,7 +88,7 @@ class Offloading(Choice):
 
     def on_host(self, usual: str) -> str:
         """The phrase for offloaded bytes and checkpoints."""
-        return "What is offloaded, and a checkpoint on its way to the disk, need" if self.parts else usual
+        return "Offloaded states and checkpoints on their way to the disk need" if self.parts else usual
 
     def budget(self, nbytes: int, usual: str) -> str:
         """The smallest budget of the device with which the plan works."""

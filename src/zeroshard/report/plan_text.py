@@ -40,6 +40,7 @@ KIND_COLOURS = {
 }
 EDGE = "▔"
 MEMORY_ROWS, TIMELINE_ROWS, PLANS_NAMED, BAR = 12, 16, 3, 30
+WAITS = "* host memory has no room for whole copies of checkpoints: training waits while the rest is written"
 NEAR = 1.5  # times the peak: limit of a drawn capacity
 
 
@@ -52,7 +53,10 @@ def _overview(predictions: Sequence[Prediction], title: str) -> Table:
     unit, unit_name = _unit(predictions)
     capacities = {p.capacity_bytes for p in predictions}
     of = f"\nof {_amount(capacities.pop() / unit)}" if len(capacities) == 1 else ""
-    table = plain_table(title, caption="rows: of one step, on one rank or one replica of all stages")
+    caption = "rows: of one step, on one rank or one replica of all stages"
+    if any(p.fits and p.waits_for_checkpoints for p in predictions):
+        caption += f"\n{WAITS}"
+    table = plain_table(title, caption=caption)
     table.add_column("", justify="right", style="bold")
     table.add_column("plan", ratio=1)
     table.add_column("fits")
@@ -64,7 +68,7 @@ def _overview(predictions: Sequence[Prediction], title: str) -> Table:
         table.add_row(
             str(number),
             f"{short(p.plan, p.ranks)}, {p.batch} row{'s' * (p.batch > 1)}",
-            "yes" if p.fits else Text("no", "red"),
+            ("yes*" if p.waits_for_checkpoints else "yes") if p.fits else Text("no", "red"),
             _amount(p.peak_bytes / unit),
             seconds(p.seconds),
             f"{p.tokens_per_second:,.0f}",

@@ -20,7 +20,7 @@ from zeroshard.memory.transfers import Eager
 from zeroshard.optim.host.states import code_map
 from zeroshard.planner.predict.predict import predict
 from zeroshard.planner.predict.rehearse import Rehearsed, TrainingTask, rehearse
-from zeroshard.planner.predict.result import Found
+from zeroshard.planner.predict.result import COPY, Found
 from zeroshard.planner.search.auto import best_plans
 from zeroshard.planner.search.search import search
 from zeroshard.planner.search.text import describe, short
@@ -191,8 +191,14 @@ def test_all_ranks_of_a_node_share_its_host() -> None:
     found = predict(quick(4), zs.Plan.from_dict(STATES), machines, 1)
     assert found.host_bytes >= 2 * sum(found.host.values()) > 2 * (4 + 4 + 8) * 5 * 64 * 64 // 4
     assert found.fits
-    smaller = replace(machines, host_memory=found.host_bytes - 1)
+    tight = predict(quick(4), zs.Plan.from_dict(STATES), replace(machines, host_memory=found.host_bytes - 1), 1)
+    assert tight.fits and tight.waits_for_checkpoints and not found.waits_for_checkpoints
+    assert found.host_needed_bytes == 2 * sum(found.host.values()) == found.host_bytes - found.host_parts[COPY]
+    smaller = replace(machines, host_memory=found.host_needed_bytes - 1)
     assert predict(quick(4), zs.Plan.from_dict(STATES), smaller, 1).full == ["host"]
+    eight = zs.Plan.from_dict({**STATES, "offload.moments": "8bit"})
+    narrow = predict(quick(4), eight, machines, 1)
+    assert predict(quick(4), eight, replace(machines, host_memory=narrow.host_bytes - 1), 1).full == ["host"]
 
 
 def test_on_cpus_what_is_offloaded_lies_beside_the_devices_memory() -> None:

@@ -7,8 +7,8 @@ from predictions import GIB, later, piped, prediction, refusal
 
 from zeroshard.pipeline.policy import Pipeline
 from zeroshard.plan import Plan
-from zeroshard.planner.predict.result import Refusal
-from zeroshard.planner.search.text import alike, categories, describe, seconds, shares, short
+from zeroshard.planner.predict.result import COPY, Refusal
+from zeroshard.planner.search.text import alike, categories, describe, lacking, seconds, shares, short
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_a_prediction_says_memory_time_wire_and_how_it_was_found() -> None:
     assert text[1].startswith("Memory: 15.00 GiB of 20.00 GiB at the peak on rank 0, 25% free: activations 6.00 GiB, ")
     assert text[2] == "Time: 420 ms per step, 78,019 tokens/s, bound by compute: compute 71%, wire 24%, optimizer 5%."
     assert text[3].startswith("Wire: 6.00 GiB per step on this rank: gather parameters 4.00 GiB, reduce gradients 2.00")
-    assert text[4] == "Host: 1.00 GiB on one node."
+    assert text[4] == "Host: 1.00 GiB on one node: a checkpoint's copy 1.00 GiB."
     assert "(fake)" in text[5] and "(roofline)" in text[6]
     assert text[7:] == ["Mind the gap."]
 
@@ -70,6 +70,25 @@ def test_a_prediction_for_gpus_has_the_number_of_communicators() -> None:
     many = describe(prediction(communicators=4, communicator_bytes=GIB))
     assert "NCCL: 4 communicators on this rank, about 1.00 GiB of the device beside tensors, by assumption." in many
     assert not any("NCCL" in sentence for sentence in describe(prediction()))
+
+
+def test_host_memory_is_split_by_its_uses_with_their_switches() -> None:
+    held = {"optimizer states": GIB, "gradients": GIB // 2, "buffers": 0}
+    p = prediction(host=held, node_ranks=2, host_bytes=5 * GIB, saves_in_place=True, host_capacity_bytes=4 * GIB)
+    assert p.host_parts == {"optimizer states": 2 * GIB, "gradients": GIB, COPY: 2 * GIB}
+    assert sum(p.as_dict()["host_parts"].values()) == p.host_bytes
+    assert p.fits and p.waits_for_checkpoints and p.host_needed_bytes == 3 * GIB
+    text = " ".join(describe(p))
+    assert (
+        "optimizer states 2.00 GiB (offload=optimizer)" in text and "copy 2.00 GiB (none with save(wait=True))" in text
+    )
+    assert "Checkpoints: 4.00 GiB of host memory have no room for whole copies; training waits" in text
+    small = replace(p, host_capacity_bytes=3 * GIB - 1)
+    assert small.full == ["host"] and not replace(p, host_capacity_bytes=5 * GIB).waits_for_checkpoints
+    why, way_out = lacking(small)
+    assert "3.00 GiB of each node's host memory" in why and "gradients 1.00 GiB (on their way to the update" in why
+    assert way_out == "Nodes with 3.00 GiB of host memory would hold it."
+    assert replace(p, saves_in_place=False).full == ["host"]
 
 
 def test_what_is_not_there_is_not_mentioned() -> None:

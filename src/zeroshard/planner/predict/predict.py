@@ -70,6 +70,8 @@ def put_together(
         owners=fullest.last.owners,
         communicators=communicators,
         communicator_bytes=communicators * device.communicator_bytes,
+        node_ranks=per_node,
+        saves_in_place=all(choice.saves_in_place for choice in choices),
     )
 
 

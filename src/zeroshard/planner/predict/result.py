@@ -13,6 +13,7 @@ Mode = Literal["fake", "shallow-real", "estimate"]
 TimeMode = Literal["roofline", "shallow-real", "estimate"]
 CAUSES = ("compute", "optimizer", "wire", "host link", "host update", "disk", "bubble")
 MARGIN = 0.03  # share of a device's memory that stays free
+COPY = "a checkpoint's copy"  # in host memory, of the states on their way to the disk
 TEMPORARIES = "temporaries"  # bytes of torch at the peak outside of the ledger
 Span = tuple[Action, float, float]
 
@@ -38,6 +39,8 @@ class Prediction:
         disk_bytes: bytes that it keeps on a disk.
         host_bytes: on one node, of all its ranks: what is offloaded, and the copies of a checkpoint on its way to the
             disk.
+        node_ranks: ranks of one node.
+        saves_in_place: whether a checkpoint that finds no room for its copies can be written without them.
         host_capacity_bytes: bytes of the node for them; None is no limit.
         wire_bytes: by purpose, of this rank in one step, by the paper's count (an all-gather counts its result).
         causes: seconds of one step by what they are spent on; their sum is `seconds`.
@@ -70,6 +73,28 @@ class Prediction:
     owners: str = ""
     communicators: int = 0
     communicator_bytes: int = 0
+    saves_in_place: bool = False
+    node_ranks: int = 1
+
+    @property
+    def host_parts(self) -> dict[str, int]:
+        """Bytes of one node's host memory by what takes them; their sum is `host_bytes`."""
+        parts = {name: nbytes * self.node_ranks for name, nbytes in self.host.items() if nbytes}
+        return {**parts, COPY: max(0, self.host_bytes - sum(parts.values()))}
+
+    @property
+    def host_needed_bytes(self) -> int:
+        """Bytes without which the plan does not work: `host_bytes` without copies that can be left out."""
+        return self.host_bytes - (self.host_parts[COPY] if self.saves_in_place else 0)
+
+    @property
+    def waits_for_checkpoints(self) -> bool:
+        """Whether host memory holds the plan, but not with whole copies of a checkpoint beside it."""
+        return self.saves_in_place and self.host_bytes > self._host_capacity
+
+    @property
+    def _host_capacity(self) -> float:
+        return math.inf if self.host_capacity_bytes is None else self.host_capacity_bytes
 
     @property
     def peak_bytes(self) -> int:
@@ -84,9 +109,8 @@ class Prediction:
     @property
     def full(self) -> list[str]:
         """The tiers, "host" and "device", whose capacity the plan exceeds."""
-        host = math.inf if self.host_capacity_bytes is None else self.host_capacity_bytes
         rooms = {
-            "host": (self.host_bytes, host),
+            "host": (self.host_needed_bytes, self._host_capacity),
             "device": (self.peak_bytes, self.capacity_bytes * (1 - self.margin)),
         }
         return [tier for tier, (held, room) in rooms.items() if held > room]
@@ -130,6 +154,11 @@ class Prediction:
             "host": dict(self.host),
             "disk_bytes": self.disk_bytes,
             "host_bytes": self.host_bytes,
+            "host_parts": self.host_parts,
+            "host_needed_bytes": self.host_needed_bytes,
+            "node_ranks": self.node_ranks,
+            "saves_in_place": self.saves_in_place,
+            "waits_for_checkpoints": self.waits_for_checkpoints,
             "host_capacity_bytes": self.host_capacity_bytes,
             "wire_bytes": dict(self.wire_bytes),
             "seconds": self.seconds,

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from zeroshard.memory.ledger import Category
 from zeroshard.plan import Plan
 from zeroshard.planner.choices import choices_of
-from zeroshard.planner.predict.result import Prediction, Refusal
+from zeroshard.planner.predict.result import COPY, Prediction, Refusal
 from zeroshard.planning.questions import LeftOut
 from zeroshard.text import format_bytes
 
@@ -14,6 +14,15 @@ MODES = {
     "fake": "the engine itself ran a step on tensors without values, and every allocation was counted",
     "shallow-real": "the engine itself ran a step on real tensors with few layers, and the other layers were added",
     "estimate": "model states by the formulas, and the rest by a rehearsal of one rank alone",
+}
+SWITCHES = {  # of the parts of host memory
+    "parameters": "offload=parameters",
+    "gradients": "on their way to the update; offload=optimizer",
+    "master weights": "offload=optimizer",
+    "optimizer states": "offload=optimizer",
+    "activations": "offload=activations",
+    "buffers": "pages of transfers, and of updates ahead of their verdict with offload.speculate",
+    COPY: "none with save(wait=True)",
 }
 TIME_MODES = {
     "roofline": "each operation and collective by the rates of the device and its links",
@@ -61,11 +70,16 @@ def describe(prediction: Prediction) -> list[str]:
     if p.communicators:
         taken = f"about {format_bytes(p.communicator_bytes)} of the device beside tensors, by assumption"
         sentences.append(f"NCCL: {p.communicators} communicator{'s' * (p.communicators > 1)} on this rank, {taken}.")
-    kept = _parts(p.host.items())
-    on_node = f"on one node, of each rank: {kept}" if kept else "on one node"
-    for tier, nbytes, whose in (("Host", p.host_bytes, on_node), ("Disk", p.disk_bytes, "of each rank")):
-        if nbytes:
-            sentences.append(f"{tier}: {format_bytes(nbytes)} {whose}.")
+    if p.host_bytes:
+        sentences.append(f"Host: {format_bytes(p.host_bytes)} on one node: {host_parts(p)}.")
+    if p.waits_for_checkpoints:
+        room = format_bytes(p.host_capacity_bytes or 0)
+        sentences.append(
+            f"Checkpoints: {room} of host memory have no room for whole copies; training waits while states without a "
+            f"copy are written, or for all states with save(wait=True)."
+        )
+    if p.disk_bytes:
+        sentences.append(f"Disk: {format_bytes(p.disk_bytes)} of each rank.")
     sentences += [
         f"How memory was found ({p.mode}): {MODES[p.mode]}.",
         f"How time was found ({p.time_mode}): {TIME_MODES[p.time_mode]}.",
@@ -80,11 +94,20 @@ def lacking(prediction: Prediction) -> tuple[str, str]:
     larger = f"A device with {format_bytes(need)} for tensors would hold it."
     for choice in choices_of(p.plan):
         use, larger = choice.on_host(use), choice.budget(need, larger)
-    held, room = format_bytes(p.host_bytes), format_bytes(p.host_capacity_bytes or 0)
-    host = f"{use} {held} of each node's host memory, which is {room}."
+    held, room = format_bytes(p.host_needed_bytes), format_bytes(p.host_capacity_bytes or 0)
+    host = f"{use} {held} of each node's host memory, which is {room}: {host_parts(p)}."
     more_host = f"Nodes with {held} of host memory would hold it."
     device = f"The fullest rank needs {format_bytes(p.peak_bytes)} of {format_bytes(p.capacity_bytes)} at the peak."
     return {"host": (host, more_host), "device": (device, larger)}[p.full[0]]
+
+
+def host_parts(prediction: Prediction) -> str:
+    """The bytes of one node's host memory by what takes them, the most first, with the switches."""
+    parts = sorted(prediction.host_parts.items(), key=lambda part: -part[1])
+    switches = {**SWITCHES, COPY: SWITCHES[COPY] if prediction.saves_in_place else ""}
+    return ", ".join(
+        f"{name} {format_bytes(n)}" + (f" ({switches[name]})" if switches.get(name) else "") for name, n in parts if n
+    )
 
 
 def left_out(prediction: Prediction) -> list[LeftOut]:
