@@ -13,7 +13,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).parent))
 from slices import Slice, main
 
-PEERS = "local,ddp,fsdp2,deepspeed1,deepspeed2,deepspeed3,zero0,zero1,zero2,zero3"
+PEERS = "local,ddp,fsdp2,deepspeed2,deepspeed3,zero0,zero2,zero3"
 PEERS_TOY = "--sizes 1M --tokens 8 --precisions fp32 --rounds 1 --steps 1 --engines local,zero0"
 SLICES = (
     Slice(

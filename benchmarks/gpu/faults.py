@@ -29,6 +29,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 from ranks import LaunchError, circumstances, keep, launch, run_script
 
 STEP, STEPS = 4, 6
+LONGEST = 120.0  # seconds of the supervised job
 AFTER = 10.0  # seconds in which all processes must have ended and the report must be there
 STARTING = 60.0  # seconds that ranks may take to meet
 WATCHDOG = STARTING + 30.0  # of NCCL: the groups' timeout, as mesh_of in comm/mesh.py sets it
@@ -79,7 +80,7 @@ def supervised(ranks: int, device: str, timeout: float, folder: Path) -> Row:
     limits = ["--timeout", f"{timeout:g}", "--start-timeout", "120", "--reports", str(folder / "crashes")]
     job = ["--", str(Path(__file__)), "--rank", "supervised", device, f"{timeout:g}", str(folder)]
     words = ["--supervisor", "run", "--nproc-per-node", str(ranks), *limits, *job]
-    code = run_script(__file__, words, folder / "screen.txt", float(os.environ.get("SLICE_SECONDS", 240)) - AFTER)
+    code = run_script(__file__, words, folder / "screen.txt", LONGEST)
     screen = (folder / "screen.txt").read_text(errors="replace")
     row: Row = {"exit": code, "problems": []}
     for attempt, (name, limit) in enumerate((("kill", AFTER), ("hang", timeout + AFTER))):

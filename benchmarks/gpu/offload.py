@@ -7,8 +7,8 @@ First it measures rates: pinned copies down, up and both at once, and reads and 
 it trains the GPT of train/gpt.py with checkpointed blocks in bf16, every launch a process of its own: tokens per
 second, MFU, seconds exposed by cause, and peaks of device and host. DeepSpeed's ZeRO-2 with its optimizer on the CPU
 runs in turn with it where it is installed. `--largest` tries deeper models until one does not fit; `--planned` trains
-the one model that the planner says is the deepest that fits. Without a GPU it
-prints that it did not run, and exits with status 0; `--cpu` tries the script out on a tiny model.
+the one model that the planner says is the deepest that fits. Without a GPU it prints that it did not run, and exits
+with status 0; `--cpu` tries the script out on a tiny model. The exit status is 1 if no model was trained.
 """
 
 import argparse
@@ -331,12 +331,18 @@ def main() -> None:
             print(f"{engine}: the planner says that {layers} layers of the 20 B's width fit", flush=True)
             if layers:
                 run(engine, options.models if options.cpu else "20B", tokens, layers)
-        return
+        sys.exit(nothing(kept))
     for attempt in attempts(options, engines):
         run(*attempt)
     for engine in engines if options.largest else []:
         row = largest(engine, run)
         print(f"largest with {engine}: {row['parameters'] / 1e9:.1f} B" if row else f"{engine}: none was trained")
+    sys.exit(nothing(kept))
+
+
+def nothing(kept: Row) -> bool:
+    """Whether no model was trained, which is a failure."""
+    return all(row["engine"] == "probe" for row in kept["rows"])
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ MACHINE = Slice(
     expected=60,
     cards=2,
 )
-PEERS = "ddp,ddp-zro,fsdp2,fsdp2-keep,deepspeed1,deepspeed2,deepspeed3,zero0,zero1,zero2,zero3"
+PEERS = "ddp,ddp-zro,fsdp2,deepspeed2,deepspeed3,zero1,zero2,zero3"
 
 
 def links(ranks: int) -> Slice:
