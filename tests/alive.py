@@ -93,8 +93,11 @@ class Units(TorchDispatchMode):
     def _has_values(
         self, parameters: Sequence[nn.Parameter], viewed: dict[int, weakref.ref[torch.UntypedStorage]]
     ) -> bool:
-        for storage in filter(None, map(storage_of, parameters)):
-            viewed[storage._cdata] = weakref.ref(storage)
+        with torch._C.DisableTorchFunctionSubclass():  # parameters of an engine would ask about it
+            for parameter in parameters:
+                storage = parameter.untyped_storage()
+                if storage._cdata not in viewed or viewed[storage._cdata]() is None:
+                    viewed[storage._cdata] = weakref.ref(storage)
         alive = (ref() for ref in viewed.values())
         return any(storage is not None and storage.nbytes() > 8 for storage in alive)  # more than one number
 

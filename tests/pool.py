@@ -24,7 +24,16 @@ TIMEOUT = 20.0  # seconds that a collective may wait inside a test
 PATIENCE = 240.0  # seconds that a whole test function may take on a machine that is busy with other things
 STARTING = 240.0  # seconds that the workers may take to start
 # What copies need not import again; torch imports its compiler where the first optimizer is made, in 1.5 s.
-IMPORTED = ["torch", "torch.distributed", "torch._dynamo", "pytest", "zeroshard", "zeroshard.engine"]
+IMPORTED = [
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "pytest",
+    "zeroshard",
+    "zeroshard.engine",
+    "zeroshard.train.run",
+]
+IMPORTED += ["transformers.models.llama.modeling_llama"]  # where there is transformers, by most tests of models
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import zeroshard as zs
 
 ADAM = partial(torch.optim.AdamW, lr=1e-3)
-BLOCKS, WIDTH, INNER = (8, 16), 64, 320
+BLOCKS, WIDTH, INNER = (4, 10), 64, 320
 
 
 def sharded(model: Any, mesh: zs.Mesh, precision: str) -> Any:
