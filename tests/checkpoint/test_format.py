@@ -141,10 +141,10 @@ def test_pieces_without_room_for_a_copy_stay_as_they_are() -> None:
     snapshot, large = Snapshot(ledger), torch.arange(2.0 * ALWAYS)
     pieces = [TensorPiece.whole(name, values) for name, values in (("a", large), ("b", large[:2]), ("c", large))]
     first, tiny, last = snapshot.take(pieces, room=large.nbytes + 8)
-    assert first.copied and tiny.copied and not last.copied and last is pieces[2]
+    assert first.lasting and tiny.lasting and not last.lasting and last is pieces[2]
     assert ledger.account(Category.BUFFERS, "host").current == large.nbytes + 8
-    assert [piece.copied for piece in snapshot.take(pieces, room=0)] == [True, True, False]  # in the same buffers
-    assert all(piece.copied for piece in snapshot.take(pieces, room=large.nbytes))
+    assert [piece.lasting for piece in snapshot.take(pieces, room=0)] == [True, True, False]  # in the same buffers
+    assert all(piece.lasting for piece in snapshot.take(pieces, room=large.nbytes))
     assert ledger.account(Category.BUFFERS, "host").current == 2 * large.nbytes + 8
 
 
@@ -163,7 +163,7 @@ def test_training_waits_for_pieces_that_are_no_copies_alone(tmp_path: Path) -> N
 
     gate = Gate()
     pieces = [TensorPiece.whole(name, torch.ones(size)) for name, size in (("weight:y", 5), ("weight:z", 7))]
-    pieces[0] = replace(pieces[0], copied=True)
+    pieces[0] = replace(pieces[0], lasting=True)
     half = order(tmp_path, 5, gate)
     half.pieces = pieces
     thread = threading.Thread(target=write, args=(half, Mesh(), Notes(Mesh(), "t")))

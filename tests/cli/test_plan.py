@@ -110,9 +110,12 @@ def test_the_table_names_plans_numbers_and_ways(read: Callable[..., str]) -> Non
     assert lines[0] == "tiny, 32 rows of 256 tokens per step, on 8 x A100-80 (80.00 GiB)"
     cells = next(line for line in lines if line.startswith("1  zero 3"))
     assert cells.split("  ")[1] == "zero 3, bf16, 2 microbatches, 4 rows"
-    assert cells.split()[-7:] == ["yes", "15.00", "420", "ms", "78,019", "compute", "roofline"]
-    assert "1     0    3.00   2.00     1.00    2.00    6.00     0.50   0.50  15.00  fake" in text
-    assert "Memory, fake: " in text and "Memory, shallow: " in text and "Time, roofline: " in text
+    assert cells.split()[-7:] == ["yes", "15.00", "420", "ms", "78,019", "compute", "rates"]
+    assert "1     0    3.00   2.00     1.00    2.00    6.00     0.50    0.50  15.00  rehearsal" in text
+    assert "Memory, rehearsal: " in text and "Memory, few layers: " in text and "Time, rates: " in text
+    assert not any(word in text for word in ("fake", "roofline", "temp."))
+    assert "of 20.00: GiB of a device that tensors can use" in text
+    assert "Plan 1 is first because it has the most tokens/s: 78,019, " in text
     assert "Rates: NVIDIA A100 datasheet" in text and "are assumed" in text
     assert "Looked at 42 plans in 3 s." in text
 

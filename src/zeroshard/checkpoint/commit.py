@@ -92,7 +92,7 @@ def write(order: WriteOrder, mesh: Mesh, coordination: Coordination) -> None:
 
 def _write_shard(order: WriteOrder, file: str) -> dict[str, Any]:
     """Write the pieces of a rank, those first that are no copies; returns their entries for the manifest."""
-    pieces = sorted(order.pieces, key=lambda piece: (in_order(piece.values.dtype), piece.copied))
+    pieces = sorted(order.pieces, key=lambda piece: (in_order(piece.values.dtype), piece.lasting))
     chunks = [Chunk(file, piece.box, ()) for piece in pieces]
     slots = [
         Slot(chunk.key(piece.name), piece.values.dtype, (chunk.numel,))
@@ -108,7 +108,7 @@ def _write_shard(order: WriteOrder, file: str) -> dict[str, Any]:
 
 def _values(order: WriteOrder, pieces: list[TensorPiece]) -> Iterator[torch.Tensor]:
     """The values of the pieces; the next is asked for when the last is in the file."""
-    last = max((number for number, piece in enumerate(pieces) if not piece.copied), default=-1)
+    last = max((number for number, piece in enumerate(pieces) if not piece.lasting), default=-1)
     for number, piece in enumerate(pieces):
         if number > last:
             order.written.set()

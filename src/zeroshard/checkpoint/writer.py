@@ -38,14 +38,14 @@ class TensorPiece:
     """The values of one box of the tensor `name` of shape `shape`, in the shape of the box; a view, of any strides.
 
     Attributes:
-        copied: whether later steps leave the values as they are.
+        lasting: whether later steps leave the values as they are.
     """
 
     name: str
     shape: tuple[int, ...]
     box: Box
     values: torch.Tensor
-    copied: bool = False
+    lasting: bool = False
 
     @classmethod
     def whole(cls, name: str, values: torch.Tensor) -> "TensorPiece":
@@ -87,7 +87,7 @@ class Snapshot:
                 buffer = accelerator.page_locked(values.numel(), values.dtype, values.device)
             buffer.view(values.shape).copy_(values, non_blocking=True)
             self._buffers[piece.name, piece.box] = buffer
-            copies.append(replace(piece, values=buffer, copied=True))
+            copies.append(replace(piece, values=buffer, lasting=True))
         for buffer in before.values():
             self._enter(buffer, None)
         for device in devices:

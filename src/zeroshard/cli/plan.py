@@ -24,7 +24,7 @@ from zeroshard.planner.predict.rehearse import TrainingTask, quiet
 from zeroshard.planner.predict.result import Found, Prediction
 from zeroshard.planner.predict.torch_internals import fakes
 from zeroshard.planner.search.search import search
-from zeroshard.planner.search.text import describe, left_out, short
+from zeroshard.planner.search.text import describe, left_out, short, why_first
 from zeroshard.report.plan_page import write_plan
 from zeroshard.report.plan_text import (
     causes_table,
@@ -206,6 +206,7 @@ def _print(found: Found, machines: Machines, title: str, explain: int | None, fi
         for owners in dict.fromkeys(filter(None, (prediction.owners for prediction in found.best))):
             console.print(owners)
         console.print(plans_table(found.best))
+        console.print(why_first(found.best))
     else:
         console.print("\nNo plan fits.")
     if found.refused:

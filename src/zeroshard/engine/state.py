@@ -88,7 +88,7 @@ class State:
             write(order, mesh, Meeting(comm, path.name))
             return Saving(path, lambda: None)
         order.pieces = self._snapshot.take(self._pieces(), self._room())
-        waits = sum(piece.values.nbytes for piece in order.pieces if not piece.copied)
+        waits = sum(piece.values.nbytes for piece in order.pieces if not piece.lasting)
         if waits and not self._warned:
             self._warned = True
             warnings.warn(

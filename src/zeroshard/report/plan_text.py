@@ -11,7 +11,7 @@ from rich.text import Text
 
 from zeroshard.planner.predict.result import Prediction, Refusal, Span
 from zeroshard.planner.search.largest import Largest
-from zeroshard.planner.search.text import MODES, TIME_MODES, alike, categories, seconds, shares, short
+from zeroshard.planner.search.text import MODES, TIME_MODES, alike, categories, found_by, seconds, shares, short
 from zeroshard.report.plain_table import plain_table
 from zeroshard.report.timeline_figure import NAMES
 from zeroshard.schedule.actions import Kind
@@ -25,7 +25,7 @@ HEADS = {
     "optimizer states": "optim.\nstates",
     "activations": "activ.",
     "buffers": "buffers",
-    "temporaries": "temp.",
+    "temporaries": "tempo-\nraries",
 }
 COLOURS = ("blue", "cyan", "magenta", "yellow", "green", "red", "white", "bright_black")
 SHADES = "█▓▒░#=+-"  # without colours
@@ -54,6 +54,8 @@ def _overview(predictions: Sequence[Prediction], title: str) -> Table:
     capacities = {p.capacity_bytes for p in predictions}
     of = f"\nof {_amount(capacities.pop() / unit)}" if len(capacities) == 1 else ""
     caption = "rows: of one step, on one rank or one replica of all stages"
+    if of:
+        caption += f"\n{of.strip()}: {unit_name} of a device that tensors can use; context and libraries take the rest"
     if any(p.fits and p.waits_for_checkpoints for p in predictions):
         caption += f"\n{WAITS}"
     table = plain_table(title, caption=caption)
@@ -73,7 +75,7 @@ def _overview(predictions: Sequence[Prediction], title: str) -> Table:
             seconds(p.seconds),
             f"{p.tokens_per_second:,.0f}",
             p.bound,
-            p.time_mode.removesuffix("-real"),
+            found_by(p.time_mode),
         )
     return table
 
@@ -88,7 +90,7 @@ def _memory(predictions: Sequence[Prediction]) -> Table:
     table.add_column("found by")
     for number, p in enumerate(predictions, 1):
         cells = (_amount(nbytes / unit) for nbytes in (*(p.memory.get(c, 0) for c in held), p.peak_bytes))
-        table.add_row(str(number), str(p.rank), *cells, p.mode.removesuffix("-real"))
+        table.add_row(str(number), str(p.rank), *cells, found_by(p.mode))
     return table
 
 
@@ -145,10 +147,7 @@ def sizes_lines(found: Sequence[Largest]) -> list[str]:
         "Names: parameters, then layers x width; the next size has a layer more, or is the smallest of the next width.",
         "states: model states alone must fit all of the memory, as ZeRO's table 2 counts.",
         "step: a whole step must fit the memory that tensors can use, with a margin left free.",
-        *(
-            f"Memory, {mode.removesuffix('-real')}: {MODES[mode]}."
-            for mode in dict.fromkeys(p.mode for p in predictions)
-        ),
+        *(f"Memory, {found_by(mode)}: {MODES[mode]}." for mode in dict.fromkeys(p.mode for p in predictions)),
     ]
 
 
@@ -157,8 +156,8 @@ def modes_lines(predictions: Sequence[Prediction], source: str) -> list[str]:
     memory = dict.fromkeys(p.mode for p in predictions)
     time = dict.fromkeys(p.time_mode for p in predictions)
     return [
-        *(f"Memory, {mode.removesuffix('-real')}: {MODES[mode]}." for mode in memory),
-        *(f"Time, {mode.removesuffix('-real')}: {TIME_MODES[mode]}." for mode in time),
+        *(f"Memory, {found_by(mode)}: {MODES[mode]}." for mode in memory),
+        *(f"Time, {found_by(mode)}: {TIME_MODES[mode]}." for mode in time),
         *([f"Rates: {source.rstrip('.')}."] if source else []),
         *dict.fromkeys(note for p in predictions for note in p.notes),
     ]

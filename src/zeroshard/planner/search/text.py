@@ -31,6 +31,30 @@ TIME_MODES = {
 }
 
 
+FOUND_BY = {"fake": "rehearsal", "roofline": "rates", "shallow-real": "few layers"}  # names of modes in tables
+
+
+def found_by(mode: str) -> str:
+    """The name of a mode for people."""
+    return FOUND_BY.get(mode, mode)
+
+
+def why_first(predictions: Sequence[Prediction]) -> str:
+    """Why the first of several plans is first, in one sentence."""
+    first, *others = predictions
+    fastest = f"Plan 1 is first because it has the most tokens/s: {first.tokens_per_second:,.0f}"
+    if not others:
+        return "Plan 1 is the only one that fits."
+    second = others[0]
+    more = first.tokens_per_second / second.tokens_per_second - 1 if second.tokens_per_second else 0.0
+    if more >= 0.001:
+        return f"{fastest}, {more:.1%} more than plan 2."
+    less = second.peak_bytes - first.peak_bytes
+    if less > 0:
+        return f"{fastest}, as many as plan 2, with {format_bytes(less)} less at the peak."
+    return f"{fastest}, as many as plan 2."
+
+
 def short(plan: Plan, ranks: int | None = None) -> str:
     """A plan in a few words: its slices or stages, precision and microbatches, and settings other than the default.
 
@@ -70,19 +94,20 @@ def describe(prediction: Prediction) -> list[str]:
     if p.communicators:
         taken = f"about {format_bytes(p.communicator_bytes)} of the device beside tensors, by assumption"
         sentences.append(f"NCCL: {p.communicators} communicator{'s' * (p.communicators > 1)} on this rank, {taken}.")
-    if p.host_bytes:
-        sentences.append(f"Host: {format_bytes(p.host_bytes)} on one node: {host_parts(p)}.")
+    tiers = (
+        (p.host_bytes, f"Host: {format_bytes(p.host_bytes)} on one node: {host_parts(p)}."),
+        (p.disk_bytes, f"Disk: {format_bytes(p.disk_bytes)} of each rank."),
+    )
+    sentences += [sentence for nbytes, sentence in tiers if nbytes]
     if p.waits_for_checkpoints:
         room = format_bytes(p.host_capacity_bytes or 0)
         sentences.append(
             f"Checkpoints: {room} of host memory have no room for whole copies; training waits while states without a "
             f"copy are written, or for all states with save(wait=True)."
         )
-    if p.disk_bytes:
-        sentences.append(f"Disk: {format_bytes(p.disk_bytes)} of each rank.")
     sentences += [
-        f"How memory was found ({p.mode}): {MODES[p.mode]}.",
-        f"How time was found ({p.time_mode}): {TIME_MODES[p.time_mode]}.",
+        f"How memory was found ({found_by(p.mode)}): {MODES[p.mode]}.",
+        f"How time was found ({found_by(p.time_mode)}): {TIME_MODES[p.time_mode]}.",
     ]
     return sentences + list(p.notes)
 
