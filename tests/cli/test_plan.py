@@ -111,8 +111,8 @@ def test_the_table_names_plans_numbers_and_ways(read: Callable[..., str]) -> Non
     cells = next(line for line in lines if line.startswith("1  zero 3"))
     assert cells.split("  ")[1] == "zero 3, bf16, 2 microbatches, 4 rows"
     assert cells.split()[-7:] == ["yes", "15.00", "420", "ms", "78,019", "compute", "rates"]
-    assert "1     0    3.00   2.00     1.00    2.00    6.00     0.50    0.50  15.00  rehearsal" in text
-    assert "Memory, rehearsal: " in text and "Memory, few layers: " in text and "Time, rates: " in text
+    assert "1     0    3.00   2.00     1.00    2.00    6.00     0.50    0.50  15.00  engine" in text
+    assert "Memory, engine: " in text and "Memory, layers: " in text and "Time, rates: " in text
     assert not any(word in text for word in ("fake", "roofline", "temp."))
     assert "of 20.00: GiB of a device that tensors can use" in text
     assert "Plan 1 is first because it has the most tokens/s: 78,019, " in text

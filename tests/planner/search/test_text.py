@@ -57,7 +57,7 @@ def test_a_prediction_says_memory_time_wire_and_how_it_was_found() -> None:
     assert text[2] == "Time: 420 ms per step, 78,019 tokens/s, bound by compute: compute 71%, wire 24%, optimizer 5%."
     assert text[3].startswith("Wire: 6.00 GiB per step on this rank: gather parameters 4.00 GiB, reduce gradients 2.00")
     assert text[4] == "Host: 1.00 GiB on one node: a checkpoint's copy 1.00 GiB."
-    assert "(rehearsal)" in text[5] and "(rates)" in text[6]
+    assert "(engine)" in text[5] and "(rates)" in text[6]
     assert text[7:] == ["Mind the gap."]
 
 

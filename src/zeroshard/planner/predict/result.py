@@ -78,7 +78,7 @@ class Prediction:
 
     @property
     def host_parts(self) -> dict[str, int]:
-        """Bytes of one node's host memory by what takes them; their sum is `host_bytes`."""
+        """Bytes of one node's host memory by use; their sum is `host_bytes`."""
         parts = {name: nbytes * self.node_ranks for name, nbytes in self.host.items() if nbytes}
         return {**parts, COPY: max(0, self.host_bytes - sum(parts.values()))}
 

@@ -31,7 +31,7 @@ TIME_MODES = {
 }
 
 
-FOUND_BY = {"fake": "rehearsal", "roofline": "rates", "shallow-real": "few layers"}  # names of modes in tables
+FOUND_BY = {"fake": "engine", "roofline": "rates", "shallow-real": "layers"}  # names of modes in tables
 
 
 def found_by(mode: str) -> str:
@@ -127,7 +127,7 @@ def lacking(prediction: Prediction) -> tuple[str, str]:
 
 
 def host_parts(prediction: Prediction) -> str:
-    """The bytes of one node's host memory by what takes them, the most first, with the switches."""
+    """The bytes of one node's host memory by use, the most first, each with its switch."""
     parts = sorted(prediction.host_parts.items(), key=lambda part: -part[1])
     switches = {**SWITCHES, COPY: SWITCHES[COPY] if prediction.saves_in_place else ""}
     return ", ".join(
