@@ -17,9 +17,11 @@ from torch import Tensor, nn
 
 import zeroshard as zs
 from zeroshard.moe.exchange import technique
+from zeroshard.saved.offload import ActivationStore
 from zeroshard.train.gpt import GPT, GPTConfig
 
 DISK = "DISK"  # stands for a folder of the run's own
+SMALLEST = 64  # bytes of activations that are sent to the host, of a model far smaller than those that it is for
 VOCABULARY, TIME, ROWS, STEPS = 32, 8, 8, 3
 Settings = Mapping[str, Any]
 
@@ -61,7 +63,8 @@ def run(mesh: zs.Mesh, settings: Settings) -> Seen:
     """Train under a plan, with what the settings in capitals name beside the steps."""
     gc.collect()
     folder = tempfile.TemporaryDirectory(prefix="zeroshard-paper-")
-    with folder, Paper() as paper:
+    small = patch.object(ActivationStore.__init__, "__defaults__", (SMALLEST, 2))
+    with folder, small, Paper() as paper:
         waits: list[Counter[tuple[str, str]]] = []
         losses = _train(replace(mesh, device=DEVICE), settings, Path(folder.name), paper, waits)
     record = paper.record
