@@ -360,6 +360,7 @@ SMALL = 60  # lines
 ANSWERS = "what a technique answers to the planner, which its other files do not import"
 SMALL_FILES = {  # short files that one other imports, with the reason
     "doctor.cpu_load": "processes started by name, without the imports of the search",
+    "cli.plan_first": "printed before torch is imported",
     "precision.choice": ANSWERS,
     "recompute.choice": ANSWERS,
     "rng.choice": ANSWERS,
@@ -441,6 +442,7 @@ RECORDS = {  # options of a command or a file, and what is written down: as many
     "planner.predict.rehearse.Rehearsed",
 }
 LARGE = {  # classes above the limits
+    "planning.questions.Choice": "every question of the planner to a technique",
     "engine.engine.Engine": "what users call",
     "interop.lightning.ZeroshardStrategy": "the methods that Lightning calls",
     "comm.collectives.Comm": "every collective, and the verdict on one that does not end",

@@ -37,7 +37,9 @@ SEARCHED = (  # by `Plan.auto`, which keeps all other settings
     *(f"pipeline_parallel.{name}" for name in ("stages", "schedule", "virtual_stages", "replicas", "split")),
     *("pipeline_parallel.vertical_sync", "tensor_parallel.ranks"),
 )
-SEARCHED_UNLESS_GIVEN = ("expert_parallel.ranks",)  # likewise, where they are at their defaults
+SEARCHED_UNLESS_GIVEN = (  # likewise, where they are at their defaults
+    *("expert_parallel.ranks", "loss_chunk", "offload.disk", "offload.disk_parameters", "offload.speculate"),
+)
 GROUPS: dict[str, Any] = {
     "loss_scale": LossScale,
     "pipeline_parallel": Pipeline,
@@ -235,7 +237,8 @@ class Plan:
                 their defaults: zero, shard_group, microbatches, activations.recompute, overlap_gather, offload.parts,
                 offload.fraction, of pipeline_parallel stages, schedule, virtual_stages, replicas, split and
                 vertical_sync, and of tensor_parallel ranks. expert_parallel is searched for models with mixtures of
-                experts, and kept where it is set.
+                experts, and kept where it is set. Where nothing else fits, offload.disk is a folder "zeroshard-offload"
+                and offload.speculate is False.
             say: called on rank 0 with lines about the progress, and in the end with the chosen plan and the reason.
 
         Raises:

@@ -18,6 +18,8 @@ from zeroshard.train.option_tree import Positional
 from zeroshard.version import __version__
 
 if TYPE_CHECKING:
+    from zeroshard.cli.plan_options import PlanOptions
+    from zeroshard.doctor.hardware import Machines
     from zeroshard.train.config import TrainConfig
 
 USAGE = """zeroshard trains PyTorch models that do not fit: on many devices or on one.
@@ -197,12 +199,21 @@ def _train_rank(config: "TrainConfig", again: str) -> None:
 
 
 def _plan(argv: list[str]) -> None:
+    from zeroshard.cli.plan_cache import answered
     from zeroshard.cli.plan_options import read_question
+    from zeroshard.doctor.profile import default_path
 
-    question = read_question(argv, os.environ)
+    answered(*read_question(argv, os.environ), default_path(os.environ).parent / "plans", _search_plans)
+
+
+def _search_plans(options: "PlanOptions", machines: "Machines | None") -> None:
+    from zeroshard.cli.plan_first import print_first_table
+
+    if machines is not None:
+        print_first_table(options, machines)
     from zeroshard.cli.plan import run_plan  # which loads torch
 
-    run_plan(*question)
+    run_plan(options, machines)
 
 
 def _report(argv: list[str]) -> None:

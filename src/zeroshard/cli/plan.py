@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from zeroshard.cli.plan_options import PlanOptions
+from zeroshard.cli.plan_answer import answer_json, answer_lines, differing, job_of
+from zeroshard.cli.plan_options import ROWS, SEQUENCE, PlanOptions, precision_for
 from zeroshard.doctor.hardware import Machines
 from zeroshard.errors import ConfigError
 from zeroshard.plan import Plan
@@ -44,13 +45,12 @@ from zeroshard.train.config import TrainConfig
 from zeroshard.train.family import SOURCE, default_plans, largest_table
 from zeroshard.train.option_values import NONE
 from zeroshard.train.sizes import SIZES
-from zeroshard.train.task import language_task, own_task
+from zeroshard.train.task import language_task, own_task, with_cheaper
 from zeroshard.zero.byte_formulas import state_bytes
 
 FILE_COLUMNS = 120
 WIDEST = 120  # of a picture
 BETWEEN_LINES = 10.0  # seconds, without a terminal
-ROWS, SEQUENCE = 4, 1024  # rows per device; tokens for a model without a context length
 
 
 def run_plan(options: PlanOptions, machines: Machines | None) -> None:
@@ -68,6 +68,7 @@ def run_plan(options: PlanOptions, machines: Machines | None) -> None:
     if options.largest:
         _print_largest(options, machines)
         return
+    options = replace(options, precision=precision_for(options, machines))
     task, base = described_task(options, machines.count)
     title = f"{task.name}, {task.rows} rows of {task.sequence} tokens per step, on {machines}"
     with _status() as say:
@@ -83,9 +84,10 @@ def run_plan(options: PlanOptions, machines: Machines | None) -> None:
         explained = found.best[options.explain - 1]
         files += write_plan(explained, stem, title, (f"Rates: {machines.device.source}",))
     if options.json:
-        print(json.dumps(_as_json(found, machines, task, files) | _layers_json(layers), indent=1, allow_nan=False))
+        content = _as_json(found, machines, task, files) | answer_json(found, task, machines, options)
+        print(json.dumps(content | _layers_json(layers), indent=1, allow_nan=False))
     else:
-        _print(found, machines, title, options.explain, files)
+        _print(found, machines, title, options.explain, [*answer_lines(found, task, machines, options)], files)
         if layers is not None:
             _print_layers(*layers)
     if not found.best:
@@ -104,8 +106,8 @@ def described_task(options: PlanOptions, devices: int) -> tuple[TrainingTask, Pl
     config = TrainConfig(model=options.model, sequence=sequence, optimizer=options.optimizer)
     rows = options.global_batch or ROWS * devices
     if options.own:
-        return own_task(config, rows, options.batch_of), Plan(**options.fields)
-    return language_task(config, rows), replace(config.plan, **options.fields)
+        return with_cheaper(own_task(config, rows, options.batch_of), config), Plan(**options.fields)
+    return with_cheaper(language_task(config, rows), config), replace(config.plan, **options.fields)
 
 
 def _with_events(found: Found, number: int, task: TrainingTask, machines: Machines) -> Found:
@@ -163,25 +165,19 @@ def _write_plans(options: PlanOptions, found: Found, task: TrainingTask) -> list
 
 def plan_toml(prediction: Prediction, task: TrainingTask, options: PlanOptions) -> str:
     """The plan as `zeroshard train --config` takes it; for a model of the user's code, as `zs.Plan` takes it."""
-    defaults = (Plan() if options.own else TrainConfig().plan).as_dict()
-    plan = _differing(prediction.plan.as_dict(), defaults)
     about = f"# {short(prediction.plan, prediction.ranks)}; {prediction.batch} rows of one step per rank or replica\n"
+    whole = prediction.plan.as_dict()
     if options.own:
-        return about + tomli_w.dumps(plan)
-    job: dict[str, Any] = {"model": options.model, "sequence": task.sequence, "batch_per_rank": prediction.batch}
-    job |= {"optimizer": options.optimizer, "ranks": prediction.ranks}
-    return about + tomli_w.dumps({**job, "plan": plan})
+        return about + tomli_w.dumps(differing(whole, Plan().as_dict()))
+    return about + tomli_w.dumps({**job_of(prediction, task, options), "plan": _spelled_out(whole)})
 
 
-def _differing(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that are not at their defaults, as TOML values."""
-    table: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            table |= {name: inner} if (inner := _differing(value, defaults[name])) else {}
-        elif value != defaults[name]:
-            table[name] = NONE if value is None else value
-    return table
+def _spelled_out(values: Mapping[str, Any]) -> dict[str, Any]:
+    """All settings as TOML values."""
+    return {
+        name: _spelled_out(value) if isinstance(value, Mapping) else NONE if value is None else value
+        for name, value in values.items()
+    }
 
 
 def _as_json(found: Found, machines: Machines, task: TrainingTask, files: Sequence[Path]) -> dict[str, Any]:
@@ -199,7 +195,9 @@ def _as_json(found: Found, machines: Machines, task: TrainingTask, files: Sequen
     }
 
 
-def _print(found: Found, machines: Machines, title: str, explain: int | None, files: Sequence[Path]) -> None:
+def _print(
+    found: Found, machines: Machines, title: str, explain: int | None, answer: Sequence[str], files: Sequence[Path]
+) -> None:
     console = _console()
     console.print(title)
     if found.best:
@@ -215,6 +213,9 @@ def _print(found: Found, machines: Machines, title: str, explain: int | None, fi
     for line in modes_lines(found.best, machines.device.source):
         console.print(line, style="dim")
     console.print(f"Looked at {found.looked_at} plans in {found.seconds:.0f} s.", style="dim")
+    console.print()
+    for line in answer:
+        console.print(line, soft_wrap=line.startswith("  "))
     if explain is not None:
         _print_explained(console, found.best[explain - 1], explain)
     for path in files:

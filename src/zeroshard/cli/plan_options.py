@@ -10,10 +10,14 @@ from zeroshard.doctor.profile import MachineProfile, default_path
 from zeroshard.errors import ConfigError
 from zeroshard.text import parse_bytes
 from zeroshard.train.config import OptimizerName
+from zeroshard.train.model_shape import stated_dtype
 from zeroshard.train.named_models import code_named, is_code, model_named
 from zeroshard.train.options import parse
 
 THIS_MACHINE, MODEL = "this machine", "tiny"
+ROWS, SEQUENCE = 4, 1024  # rows per device; tokens for a model without a context length
+Precision = Literal["fp32", "bf16", "fp16"]
+HALVES: tuple[Precision, ...] = ("bf16", "fp16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +54,9 @@ class PlanOptions:
     """Tokens of a row; by default the context of a built-in size, else 1024."""
     optimizer: OptimizerName = "adamw"
     """Which optimizer: adamw, sgd and adagrad of torch.optim, the others of zs.optim (docs/optimizers.md)."""
-    precision: Literal["fp32", "bf16", "fp16"] | None = None
-    """Dtype of computation of all plans; fp32 by default, and with largest 16 bits if the device computes in them."""
+    precision: Precision | None = None
+    """Dtype of computation of all plans; by default 16 bits if the device computes in them, and fp32 if it does not, or
+    if the model's config.json says float32."""
     tensor_parallel: int | None = None
     """Ranks that split each layer in all plans, 2 or more; by default every number that divides the devices of a node
     is tried."""
@@ -70,6 +75,8 @@ class PlanOptions:
     """Write the best plan into this TOML file, which zeroshard train --config takes."""
     write: tuple[int, Path] | None = None
     """Write the plan of this number into this TOML file."""
+    fresh: bool = False
+    """Search again even if the same question was answered before."""
     params: float | None = None
     """Only print the formulas of the ZeRO paper, for so many parameters, such as 7.5e9."""
     ranks: int | None = None
@@ -159,6 +166,16 @@ def read_question(argv: Sequence[str], environment: Mapping[str, str]) -> tuple[
         if path.is_dir() or not path.absolute().parent.is_dir():
             raise ConfigError(f"{path} cannot be written; name a file in a folder that exists.")
     return options, described_machines(options, options.profile or default_path(environment))
+
+
+def precision_for(options: PlanOptions, machines: Machines) -> Precision:
+    """The dtype of computation: the one that is asked for, or by the device and the model's configuration."""
+    given = options.precision
+    if given is not None:
+        return given
+    if machines.device.kind == "cpu" or (not options.own and stated_dtype(options.model) == "float32"):
+        return "fp32"
+    return next((name for name in HALVES if name in machines.device.matrix_flops), "fp32")
 
 
 def described_machines(options: PlanOptions, profile: Path) -> Machines:

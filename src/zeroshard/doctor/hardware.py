@@ -86,6 +86,7 @@ class Device:
         launch_seconds: time of the smallest operation.
         overhead_bytes: bytes of `memory_bytes` taken by context and libraries, with `COMMUNICATORS` of NCCL.
         communicator_bytes: bytes that each further communicator takes.
+        peak_share: share of the vendor's peak that `matrix_flops` are; 1 for measured rates.
         host_link: bytes/s from and to host memory, each way; None where the device is the host.
         source: of the numbers, in one sentence.
 
@@ -103,6 +104,7 @@ class Device:
     host_link: float | None = None
     source: str = ""
     communicator_bytes: int = 0
+    peak_share: float = 1.0
 
     def __post_init__(self) -> None:
         if self.kind not in ROUNDS:
@@ -325,6 +327,10 @@ class Machines:
         """Bytes of a node's host memory for each of its devices."""
         return sys.maxsize if self.host_memory is None else self.host_memory // min(self.count, self.per_node)
 
+    def node_holds(self, nbytes: float) -> bool:
+        """Whether a node's host memory has so many bytes."""
+        return nbytes <= self.host_room * min(self.count, self.per_node)
+
     def copy_seconds(self, nbytes: float) -> float:
         """Time of a copy between a device and its host's memory, with another in the other direction."""
         if self.device.kind == "cpu":
@@ -368,6 +374,7 @@ def _attainable(card: Card) -> Device:
         host_link=1e9 * card.host_gbytes * efficiency["host"],
         source=f"{card.source}; {share}.",
         communicator_bytes=communicator_bytes("cuda"),
+        peak_share=efficiency["matrix"],
     )
 
 

@@ -7,11 +7,16 @@ from math import ceil
 from typing import Any, TypeVar
 
 from zeroshard.offload.policy import KINDS, Offload
-from zeroshard.planning.offers import Offer, Site, divisors
+from zeroshard.planning.offers import Coarsest, Fewest, Offer, Site, divisors
 from zeroshard.planning.questions import Choice, Description, Remedy, States
 from zeroshard.schedule import PipelineSchedule
 
 SHARES = (0.25, 0.5, 0.75, 1.0)  # of the parameters whose states are offloaded: the fewest first, as they move
+LEANER: dict[str, Any] = {"activations.recompute": "blocks", "offload.speculate": False}
+ONE_FIRST = Fewest(ascending=True)
+FOLDER = "zeroshard-offload"  # on the disk, in the folder of the run
+MOMENTS = {"bf16": "bf16", "8bit": "8-bit"}
+MOMENT_BYTES = {"fp32": 4, "bf16": 2, "8bit": 1}
 Made = TypeVar("Made")
 
 
@@ -58,6 +63,12 @@ class Offloading(Choice):
         return self.policy.disk is None and self.policy.moments == "fp32"
 
     @property
+    def changes(self) -> tuple[str, ...]:
+        """Rounded moments, and late updates."""
+        rounded = () if self.policy.moments == "fp32" else (f"{MOMENTS[self.policy.moments]} moments",)
+        return (*rounded, *(("late updates",) if self.policy.delayed_update else ()))
+
+    @property
     def beside_devices(self) -> bool:
         """Whether offloaded bytes, and the memory for them, are counted exactly."""
         return bool(self.parts)
@@ -66,8 +77,12 @@ class Offloading(Choice):
         """The offloaded parts, and their share."""
         if not self.parts:
             return Description()
-        share = "" if self.policy.fraction == 1 else f" {self.policy.fraction:.0%}"
-        return Description(settings=("offload " + " + ".join(self.parts) + share,))
+        policy = self.policy
+        share = "" if policy.fraction == 1 else f" {policy.fraction:.0%}"
+        where = "" if policy.disk is None else ", parameters too, to disk" if policy.disk_parameters else " to disk"
+        moments = () if policy.moments == "fp32" else (f"{MOMENTS[policy.moments]} moments",)
+        guessed = () if policy.speculate else ("no guesses",)
+        return Description(settings=("offload " + " + ".join(self.parts) + share + where, *moments, *guessed))
 
     def least_bytes(self, states: States, ranks: int) -> int | None:
         """The weights, whole or sliced, or of one unit if they are streamed; and the states that stay on the device."""
@@ -80,6 +95,17 @@ class Offloading(Choice):
         kept = stay * (states.gradient + states.master_weight + states.optimizer_state) / states.slices
         whole = Fraction(weights, states.slices if self.sliced else 1) * states.parameter
         return ceil(whole + kept) + gathered * states.parameter
+
+    def least_host_bytes(self, states: States, ranks: int) -> int:
+        """Master weights and the optimizer's states unless on a disk, and the parameters unless there."""
+        policy = self.policy
+        kept = Fraction(0)
+        if policy.optimizer and policy.disk is None:
+            moved = max(Fraction(0), Fraction(policy.fraction) * states.trainable - states.largest)
+            kept += moved * (4 + states.optimizer_state * Fraction(MOMENT_BYTES[policy.moments], 4))
+        if policy.parameters and not policy.disk_parameters:
+            kept += (states.trainable + states.frozen) * states.parameter
+        return int(kept / states.slices)
 
     def remedies(self, ranks: int) -> Iterator[Remedy]:
         """A larger share."""
@@ -117,16 +143,27 @@ class Offloading(Choice):
 
 
 def offers(site: Site) -> Iterator[Offer]:
-    """Plans that move the fewest bytes first; with ZeRO-2 as in 2101.06840, section 4.2, or 3."""
+    """Plans that move the fewest bytes first, with ZeRO-2 as in 2101.06840, section 4.2, or 3; then by way of a disk.
+
+    Those with rounded moments, which change results, come last.
+    """
     if site.rows % site.ranks:
         return
     counts = divisors(site.rows // site.ranks)
     for settings in _settings(site.ranks):
-        yield Offer({"reduce_every": "auto", **settings}, site.ranks, counts)
+        yield Offer(
+            {"reduce_every": "auto", **settings}, site.ranks, counts, Coarsest(), leaner=LEANER, lean_order=ONE_FIRST
+        )
 
 
 def _settings(ranks: int) -> Iterator[dict[str, Any]]:
     for zero in (2, 3) if ranks > 1 else (2,):
         yield from ({"zero": zero, "offload": "optimizer", "offload.fraction": share} for share in SHARES)
-    yield {"zero": 3, "offload": "optimizer,parameters"}
+    streamed = {"zero": 3, "offload": "optimizer,parameters"}
+    yield streamed
     yield {"zero": 3, "offload": "optimizer,parameters,activations"}
+    on_device = {"zero": 2, "offload": "optimizer"}
+    yield from ({**settings, "offload.disk": FOLDER} for settings in (on_device, streamed))
+    yield {**streamed, "offload.disk": FOLDER, "offload.disk_parameters": True}
+    yield from ({**settings, "offload.moments": "8bit"} for settings in (on_device, streamed))
+    yield {**streamed, "offload.moments": "8bit", "offload.disk": FOLDER}

@@ -65,8 +65,15 @@ class Refused:
     way_out: str = ""
 
 
+@dataclass(frozen=True)
 class Fewest:
-    """Search order where fewer microbatches are faster: the fewest that fit."""
+    """Search order where fewer microbatches are faster: the fewest that fit.
+
+    Attributes:
+        ascending: begin with the fewest, where no estimate says how many are likely.
+    """
+
+    ascending: bool = False
 
     def near(self, fitting: Sequence[Seen]) -> Sequence[Seen]:
         """Of first estimates that fit, by their microbatches, the one that is expected to be found."""
@@ -77,13 +84,16 @@ class Fewest:
         return 1 + (likely[0] != counts[0])
 
     def find(self, rehearse: Rehearse[Seen], counts: Sequence[int], likely: Sequence[int]) -> Seen | None:
-        """By bisection from those expected, as memory falls with their number.
+        """By bisection from those expected, as memory falls with their number; one needs no sum of gradients besides.
 
         None fits where the finest that was looked at is returned, and does not.
         """
-        at, low, high = counts.index(likely[0]) if likely else len(counts) - 1, 0, len(counts)
+        start = 0 if self.ascending else len(counts) - 1
+        at, low, high = counts.index(likely[0]) if likely else start, 0, len(counts)
         best: Seen | None = None
+        looked: list[int] = []
         while low < high:
+            looked.append(counts[at])
             last = rehearse(counts[at])
             if last is None:
                 return best
@@ -92,7 +102,18 @@ class Fewest:
             low, high = (low, at) if last.fits else (at + 1, high)
             at = high - 1 if likely else (low + high) // 2
             likely = []
+        if best is not None and not best.fits and counts[0] == 1 and 1 not in looked:
+            alone = rehearse(1)
+            return alone if alone is not None and alone.fits else best
         return best
+
+
+class Coarsest(Fewest):
+    """Search order where leaner settings are faster than more microbatches: the fewest, whether they fit or not."""
+
+    def find(self, rehearse: Rehearse[Seen], counts: Sequence[int], likely: Sequence[int]) -> Seen | None:
+        """The fewest."""
+        return rehearse(counts[0])
 
 
 class Fastest:
@@ -109,7 +130,8 @@ class Fastest:
 
     def find(self, rehearse: Rehearse[Seen], counts: Sequence[int], likely: Sequence[int]) -> Seen | None:
         """The fastest of those that are expected to be; else of finer ones, or the finest, which does not fit."""
-        found = [one for count in likely if (one := rehearse(count)) is not None]
+        looked = [rehearse(count) for count in likely]
+        found = [one for one in looked if one is not None]
         fitting = [one for one in found if one.fits]
         if fitting:
             return min(fitting, key=lambda one: one.seconds)
@@ -135,6 +157,7 @@ class Offer:
         usual: microbatches from which on more make a plan little faster, so that they are for plans that do not fit.
         without_counts: why none can be, and the way out.
         leaner: further settings for plans that do not fit.
+        lean_order: which numbers of microbatches are looked for with them; `order` by default.
         faster: further settings for plans that do, of so many microbatches.
         most_faster: number of these settings, at most.
     """
@@ -146,6 +169,7 @@ class Offer:
     usual: float = math.inf
     without_counts: tuple[str, str] = ("", "")
     leaner: Mapping[str, Any] = field(default_factory=dict)
+    lean_order: Fewest | Fastest | None = None
     faster: Callable[[int, Site], Iterable[Mapping[str, Any]]] = lambda microbatches, site: ()
     most_faster: int = 0
 

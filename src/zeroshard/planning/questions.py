@@ -114,6 +114,11 @@ class Choice:
         return False
 
     @property
+    def changes(self) -> tuple[str, ...]:
+        """Settings with which training gets other numbers than with as much memory as one likes, in words."""
+        return ()
+
+    @property
     def alike(self) -> bool:
         """Whether all further blocks of a model cost the same."""
         return True
@@ -143,6 +148,10 @@ class Choice:
     def least_bytes(self, states: States, ranks: int) -> int | None:
         """The least bytes of one rank's states on its device; None where the technique does not decide it."""
         return None
+
+    def least_host_bytes(self, states: States, ranks: int) -> int:
+        """The least bytes of one rank's states in host memory."""
+        return 0
 
     def remedies(self, ranks: int) -> Iterator[Remedy]:
         """Changes of the technique with which states could fit, the smallest first."""

@@ -72,12 +72,12 @@ def plan_ahead(config: TrainConfig, mesh: Mesh, profile: Path | None = None) -> 
         answer = on_rank_zero(mesh, partial(_answer, config, mesh, profile), "planning", show)
     if mesh.rank == 0:
         _tell([in_options(line, TrainConfig, sys.argv) for line in answer["lines"]])
+    predicted = None if answer["prediction"] is None else _prediction(answer["prediction"])
     if config.planning == "auto":
         plan = replace(Plan.from_dict(answer["plan"]), transport=config.plan.transport)
         batch = _rows(config, mesh) // data_ranks_of(plan, mesh.ranks)
         config = replace(config, planning="given", plan=plan, batch_per_rank=batch)
-    found = answer["prediction"]
-    return config, Outlook(None if found is None else _prediction(found), answer["rates"])
+    return config, Outlook(predicted, answer["rates"])
 
 
 def _tell(lines: Sequence[str]) -> None:

@@ -12,12 +12,15 @@ from zeroshard.errors import ModelError
 from zeroshard.plan import Plan
 from zeroshard.planner.predict.rehearse import TrainingTask
 from zeroshard.planner.predict.torch_internals import fakes
-from zeroshard.train.config import TrainConfig
+from zeroshard.train.config import OptimizerName, TrainConfig
 from zeroshard.train.model import BuiltModel, build_model, takes_tokens
 from zeroshard.train.named_models import BATCH, Code, model_named
 from zeroshard.train.optimizers import make_optimizer
 from zeroshard.train.own_code import check_arguments, import_code, imported
 from zeroshard.train.tokenizer import load_tokenizer
+
+CHEAPER: tuple[OptimizerName, ...] = ("adamw8bit", "adafactor")
+LOSS_CHUNK = 1024  # rows, of models that else hold all logits
 
 
 def language_task(config: TrainConfig, rows: int) -> TrainingTask:
@@ -36,7 +39,9 @@ def language_task(config: TrainConfig, rows: int) -> TrainingTask:
 
     with fakes():
         model = built()
-    return _task(config, lambda: built().module, partial(_tokens, model, config.sequence), rows)
+    task = _task(config, lambda: built().module, partial(_tokens, model, config.sequence), rows)
+    others = model.hugging_face
+    return replace(task, loss_chunk=LOSS_CHUNK if others else None, made_aside=others)
 
 
 def own_task(config: TrainConfig, rows: int, batch_of: str | None = None) -> TrainingTask:
@@ -89,11 +94,20 @@ def batches_of(code: Code, named: str | None) -> Callable[[int], Any] | None:
 
 
 def _task(config: TrainConfig, build: Callable[[], nn.Module], batch: Callable[[int], Any], rows: int) -> TrainingTask:
-    optimizer = partial(make_optimizer, config)
-    host_optimizer = partial(make_optimizer, replace(config, plan=Plan(offload="optimizer")))
-    return TrainingTask(
-        build, batch, optimizer, rows, config.sequence, config.model, whole_model=True, host_optimizer=host_optimizer
-    )
+    on_device, on_host = _makers(config)
+    name, length = config.model, config.sequence
+    return TrainingTask(build, batch, on_device, rows, length, name, whole_model=True, host_optimizer=on_host)
+
+
+def with_cheaper(task: TrainingTask, config: TrainConfig) -> TrainingTask:
+    """The task with optimizers of smaller states beside AdamW, for plans that may change results."""
+    names = CHEAPER if config.optimizer == "adamw" else ()
+    return replace(task, others={name: _makers(replace(config, optimizer=name)) for name in names})
+
+
+def _makers(config: TrainConfig) -> tuple[Callable[[Any], torch.optim.Optimizer], ...]:
+    """Functions that make the optimizer of a model, on the device and on the host."""
+    return partial(make_optimizer, config), partial(make_optimizer, replace(config, plan=Plan(offload="optimizer")))
 
 
 def _tokens(built: BuiltModel, sequence: int, rows: int) -> dict[str, torch.Tensor]:

@@ -3,12 +3,13 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import Literal
+from typing import Any, Literal
 
 from zeroshard.planning.offers import Offer, Refused, Site, divisors
 from zeroshard.planning.questions import Choice, Description, Remedy, States
 from zeroshard.zero.byte_formulas import BytesPerParameter, state_bytes
 
+LEANER: dict[str, Any] = {"activations.recompute": "blocks"}
 TIMES = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)  # as many devices, tried for states that do not fit
 
 
@@ -95,4 +96,4 @@ def offers(site: Site) -> Iterator[Offer | Refused]:
             continue
         for group in groups:
             settings = {"zero": zero, "shard_group": group, "reduce_every": "auto"}
-            yield Offer(settings, ranks, divisors(site.rows // ranks))
+            yield Offer(settings, ranks, divisors(site.rows // ranks), leaner=LEANER)

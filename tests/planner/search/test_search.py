@@ -17,7 +17,8 @@ from zeroshard.plan import Plan
 from zeroshard.planner.predict.rehearse import TrainingTask
 from zeroshard.planner.predict.result import Found, Prediction
 from zeroshard.planner.search import search as searching
-from zeroshard.planner.search.search import SearchProgress, search
+from zeroshard.planner.search.progress import SearchProgress
+from zeroshard.planner.search.search import search
 from zeroshard.planning.offers import Offer, Refused, Site
 from zeroshard.train.family import gpt_task
 from zeroshard.train.sizes import GPTConfig
@@ -193,7 +194,7 @@ def test_experts_are_shared_out_where_that_is_faster_or_nothing_else_fits(
 
 def last_offer(site: Site) -> Iterator[Offer]:
     """Plans that offload everything."""
-    return iter(list(offload.offers(site))[-1:])
+    return (one for one in offload.offers(site) if one.settings["offload"] == "optimizer,parameters,activations")
 
 
 def test_experts_are_shared_out_beside_offload_where_only_both_fit(
@@ -202,9 +203,9 @@ def test_experts_are_shared_out_beside_offload_where_only_both_fit(
     monkeypatch.setattr(searching, "OFFERS", (one_offer,))
     monkeypatch.setattr(searching, "LAST_RESORTS", (last_offer,))
     mixture = sum(parameter.numel() for parameter in Sparse().mixtures[0].parameters())
-    room = 18 * mixture  # bytes; offload alone takes 23, and with half of the experts 14
+    room = 15 * mixture  # bytes; states without offload take 16, offload alone 23, and with half of the experts 14
     found = search(SPARSE, replace(SLOW, device=replace(SLOW.device, memory_bytes=room)))
-    assert kinds_of(asked)[:3] == [(0, 2), (3, 1), (3, 2)]
+    assert list(dict.fromkeys(kinds_of(asked))) == [(3, 1), (3, 2)]
     assert [plan.plan.offloading.kinds >= {"optimizer", "parameters"} for plan in found.best] == [True]
     assert kinds_of(plan.plan for plan in found.best) == [(3, 2)]
 

@@ -8,7 +8,7 @@ numbers aside: on a GPU an optimizer's states and temporaries are where its para
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -82,7 +82,7 @@ class Tracker(DispatchMode):
         self._list: Callable[[], None] | None = None
         self._alive: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
         self._shared: dict[int, int] = {}  # number of ranks that share a storage; 0 off the device
-        self._looks, self._has_host_tensors = True, False
+        self._looks, self._has_host_tensors, self._makes_aside = True, False, False
         self.current = 0
         self.peaks: dict[str, MemoryPeak] = {}
 
@@ -119,7 +119,7 @@ class Tracker(DispatchMode):
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key not in self._alive and (on_host or self.off_device(tensor)):
+        if key not in self._alive and (on_host or self._makes_aside or self.off_device(tensor)):
             self._shared[key], self._has_host_tensors = 0, True
         ranks = self._shared.get(key, 1)
         nbytes = self._round(storage.nbytes() // ranks) if ranks else 0
@@ -148,6 +148,26 @@ class Tracker(DispatchMode):
         self._has_host_tensors = True
         self.see(tensor, on_host=True)
         return tensor
+
+    @contextmanager
+    def making_aside(self) -> Iterator[None]:
+        """All tensors made inside are on the host, and do not count ([Note: tensors on the host])."""
+        self._makes_aside = True
+        try:
+            yield
+        finally:
+            self._makes_aside = False
+
+    def bring(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count tensors of the host, which are on the device from now on."""
+        for tensor in tensors:
+            key = tensor.untyped_storage()._cdata
+            counted = self._shared.pop(key, None)
+            if counted:
+                self._shared[key] = counted
+            elif counted is not None:
+                self._alive.pop(key, None)
+                self.see(tensor)
 
     @contextmanager
     def listing(self, call: Callable[[], None]) -> Iterator[None]:

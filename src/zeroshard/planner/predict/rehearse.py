@@ -65,6 +65,10 @@ class TrainingTask:
         whole_model: whether `optimizer` takes the model itself.
         loss: function of (output, batch), as `Engine` takes it.
         host_optimizer: replaces `optimizer` where the plan offloads its states; the same by default.
+        loss_chunk: rows of logits that exist together where the loss is chunked; None if the model cannot, or does so.
+        others: the makers of optimizers with smaller states, on the device and on the host, by their names; None leaves
+            out plans that change results.
+        made_aside: whether `build` makes the model in host memory, where that is not the device's.
         values: whether the model must be run on tensors with values, which takes as much memory as a run.
     """
 
@@ -76,6 +80,9 @@ class TrainingTask:
     name: str = "model"
     whole_model: bool = False
     values: bool = False
+    loss_chunk: int | None = None
+    made_aside: bool = False
+    others: Mapping[str, tuple[Callable[[Any], torch.optim.Optimizer], ...]] | None = None
     loss: Any = None
     host_optimizer: Callable[[Any], torch.optim.Optimizer] | None = None
 
@@ -204,6 +211,7 @@ def rehearse(
             host_room=rates.host_room,
         )
         elsewhere = contextlib.nullcontext() if beside is not None else as_on_devices()
+        task = replace(task, made_aside=task.made_aside and beside is None)
         with elsewhere, tracker, tracker.resizing():
             run = _Run(task, plan, rows, (rank, ranks, rehearsal), tracker)
             rehearsed = run.tracked()
@@ -221,13 +229,15 @@ class _Run:
         self._tracker, self._mesh, self._plan, self._choices = tracker, mesh, plan, choices_of(plan)
         self._batch = task.batch(rows)
         example = self._choices.stages.example(lambda: task.batch(max(1, rows // plan.microbatches)))
-        model = task.build()
+        with tracker.making_aside() if task.made_aside else contextlib.nullcontext():
+            model = task.build()
         self._clock, self._timed, self._last = rehearsal.clock, rehearsal.measured, 0.0
         changes: dict[str, Any] = {"device_memory": None}
         for choice in self._choices:
             changes |= choice.rehearsed(SETTLED, rehearsal.values)
         whole = plan.with_settings(changes)
         self.engine = Engine(model, task.optimizer_of(model, plan), whole, mesh=mesh, loss=task.loss, example=example)
+        tracker.bring(model.buffers())
         self._updating = False
         self._marks: list[PerMicrobatch] = []
         model.register_forward_pre_hook(lambda *_: self._mark())

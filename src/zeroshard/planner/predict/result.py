@@ -7,12 +7,12 @@ from typing import Any, Literal
 
 from zeroshard.memory.ledger import Event
 from zeroshard.plan import Plan
+from zeroshard.planner.formulas import MARGIN as MARGIN
 from zeroshard.schedule import Action
 
 Mode = Literal["fake", "shallow-real", "estimate"]
 TimeMode = Literal["roofline", "shallow-real", "estimate"]
 CAUSES = ("compute", "optimizer", "wire", "host link", "host update", "disk", "bubble")
-MARGIN = 0.03  # share of a device's memory that stays free
 COPY = "a checkpoint's copy"  # in host memory, of the states on their way to the disk
 TEMPORARIES = "temporaries"  # bytes of torch at the peak outside of the ledger
 Span = tuple[Action, float, float]
@@ -49,6 +49,7 @@ class Prediction:
         spans: for pipelines, the actions of each rank with their times.
         notes: remarks on these numbers, a sentence each.
         owners: what owners of whole parameters do and cost, in sentences; empty where slices are even.
+        optimizer: the name of another optimizer than the one that was asked for.
     """
 
     plan: Plan
@@ -75,6 +76,7 @@ class Prediction:
     communicator_bytes: int = 0
     saves_in_place: bool = False
     node_ranks: int = 1
+    optimizer: str = ""
 
     @property
     def host_parts(self) -> dict[str, int]:
@@ -103,7 +105,7 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """Whether the peak leaves the margin free, and host memory suffices."""
+        """Whether the peak leaves the margin free, and host memory suffices, a checkpoint's copy aside."""
         return not self.full
 
     @property
@@ -159,6 +161,7 @@ class Prediction:
             "node_ranks": self.node_ranks,
             "saves_in_place": self.saves_in_place,
             "waits_for_checkpoints": self.waits_for_checkpoints,
+            "optimizer": self.optimizer,
             "host_capacity_bytes": self.host_capacity_bytes,
             "wire_bytes": dict(self.wire_bytes),
             "seconds": self.seconds,
@@ -199,9 +202,11 @@ class Found:
         refused: in the order in which they were looked at.
         looked_at: number of plans.
         seconds: duration of the search.
+        ways: where no plan fits, sentences about the nearest ways, each with its needs.
     """
 
     best: tuple[Prediction, ...]
     refused: tuple[Refusal, ...]
     looked_at: int
     seconds: float
+    ways: tuple[str, ...] = ()

@@ -6,10 +6,12 @@ give all others; tests compare them with the engine at full depth.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 from torch import nn
 
 from zeroshard.errors import PlanError
+from zeroshard.moe.choice import mixtures_of
 
 FEW = 4  # blocks from which on every further one costs the same
 STACKS = (nn.ModuleList, nn.Sequential)
@@ -40,16 +42,25 @@ class ModelFacts:
     Attributes:
         stacks: see `stacks_of`.
         parameters: number of all elements.
+        used_parameters: of them, those that a token uses; None for mixtures that do not say how many experts it has.
     """
 
     stacks: tuple[Stack, ...]
     parameters: int
+    used_parameters: int | None = None
 
 
 def facts_of_model(model: nn.Module) -> ModelFacts:
     """The facts of a model."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    return ModelFacts(tuple(stacks_of(model)), parameters)
+    mixtures, used = mixtures_of(model), None
+    number = mixtures.experts
+    chosen = getattr(getattr(model, "config", None), "num_experts_per_tok", None)
+    if not number:
+        used = parameters
+    elif chosen is not None:
+        used = int(parameters * (1 - mixtures.share * (1 - Fraction(chosen, number))))
+    return ModelFacts(tuple(stacks_of(model)), parameters, used)
 
 
 def cut(model: nn.Module, depths: Mapping[str, int]) -> nn.Module:

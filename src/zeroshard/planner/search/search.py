@@ -17,7 +17,7 @@ best gain so far. Estimates, which are of plans without them, are compared with 
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from zeroshard.doctor.cpu_load import busy_cpus
@@ -33,7 +33,9 @@ from zeroshard.planner.predict.predict import predict, predict_timed, way_of
 from zeroshard.planner.predict.rehearse import TrainingTask
 from zeroshard.planner.predict.result import Found, Prediction, Refusal
 from zeroshard.planner.predict.states import Sizes, least_bytes, sizes_of, states_of
-from zeroshard.planner.search.text import lacking, short
+from zeroshard.planner.search.nearest import nearest_ways
+from zeroshard.planner.search.progress import SearchProgress
+from zeroshard.planner.search.text import changes, lacking, short
 from zeroshard.planning.offers import Divided, Offer, Refused, Site
 from zeroshard.tensor import choice as tensor
 from zeroshard.text import format_bytes
@@ -43,63 +45,12 @@ OFFERS: tuple[Callable[[Site], Iterator[Offer | Refused]], ...] = (zero.offers, 
 LAST_RESORTS: tuple[Callable[[Site], Iterator[Offer]], ...] = (offload.offers,)
 MOST_DEEP = 32  # most blocks times microbatches, or stages, of a whole rehearsal of the best plan
 MOST_TIMED = 8  # plans that are timed on this machine, the best by the rates of its profile
-FEW_SHAPES = 12  # most kinds of plans without split layers that are all looked at
+ENOUGH = 2  # plans that fit, from which on no others are tried that are slower or change results
+FEW_SHAPES = 5  # most kinds of plans without split layers that are all looked at
 BEHIND = 1.1  # times the seconds of the fastest plan: slower estimates are left out among many
 RECOMPUTED = 4 / 3  # times the seconds of a plan that computes its forwards twice
 Say = Callable[[str], None]
 Key = tuple[Plan, int]
-
-
-@dataclass
-class SearchProgress:
-    """The progress of a search that tries one group of plans after another.
-
-    Attributes:
-        expected: expected number of plans to look at in each group, by its first plan.
-        now: the clock.
-    """
-
-    expected: Mapping[Plan, int]
-    now: Callable[[], float] = time.perf_counter
-    _dropped: int = 0
-    _left: dict[Plan, float] = field(init=False)
-    _current: float = 0.0
-    _looks: int = 0
-    _work: float = 0.0
-    _began: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._left = {plan: looks * _work_of(plan) for plan, looks in self.expected.items()}
-        self._began = self.now()
-
-    def begin(self, plan: Plan) -> None:
-        """Begin the group of this plan; plans that the group before did not need are dropped."""
-        self._current = self._left.pop(plan, 0.0)
-
-    def drop(self, plan: Plan) -> None:
-        """Skip the group of this plan."""
-        if self._left.pop(plan, None) is not None:
-            self._dropped += self.expected[plan]
-
-    def look(self, plan: Plan) -> str:
-        """The prefix of the line about a plan: "12/31 plans, about 40 s left"; empty without expected numbers."""
-        if not self.expected:
-            return ""
-        self._current = max(self._current, _work_of(plan))
-        left = self._current + sum(self._left.values())
-        ahead = 1 + sum(self.expected[plan] for plan in self._left)
-        everything = sum(self.expected.values()) - self._dropped
-        text = f"{self._looks}/{max(everything, self._looks + ahead)} plans"
-        if self._work:
-            text += f", about {(self.now() - self._began) / self._work * left:.0f} s left"
-        self._looks += 1
-        self._work += _work_of(plan)
-        self._current -= _work_of(plan)
-        return f"{text}: "
-
-
-def _work_of(plan: Plan) -> float:
-    return way_of(plan).work
 
 
 @dataclass(frozen=True)
@@ -129,9 +80,9 @@ def search(
 ) -> Found:
     """The plans that fit, the fastest first, and the refused ones, each with the way out.
 
-    Where none fits, what techniques offer as a last resort is tried in their order (offload: of the optimizer's states,
-    of few parameters first and then of more, then of the parameters too, and then of activations), each with its
-    variants after it; the first that fits ends it.
+    Where none fits, offload is tried in the order of its offers: of the optimizer's states, of few parameters first and
+    then of more, then of the parameters too, then of activations, then to a disk, each with its variants after it;
+    then plans with which training gets other numbers. `ENOUGH` plans that fit end it.
 
     Args:
         base: settings of all plans (precision, clipping and the like); ranks that split layers where it has several,
@@ -151,17 +102,23 @@ def search(
             first(Found(tuple(found[:top]), (), len(found), time.perf_counter() - began))
         run.try_shapes(shapes)
         if last_resorts or not run.fitting:
-            run.try_last_resorts()
+            run.wanted = len(run.fitting) + ENOUGH
+            run.try_last_resorts(exact=True)
+            for name, (on_device, on_host) in (task.others or {}).items():
+                run.try_optimizer(name, replace(task, optimizer=on_device, host_optimizer=on_host))
+            if task.others is not None:
+                run.try_last_resorts(exact=False)
     else:
         for plan, rows in plans:
             run.try_plan(plan, rows)
-    order = sorted(run.fitting, key=lambda p: (p.seconds, p.peak_bytes))
+    order = sorted(run.fitting, key=lambda p: (bool(changes(p)), p.seconds, p.peak_bytes))
     if machines.local:
         with busy_cpus(min(machines.count, os.cpu_count() or 1) - 1):
             timed = [run.timed(prediction) for prediction in order[:MOST_TIMED]]
         order = [*sorted(timed, key=lambda p: (p.time_mode == "roofline", p.seconds)), *order[MOST_TIMED:]]
     best = [run.whole(order[0]), *order[1:top]] if order else []
-    return Found(tuple(best), tuple(run.refused), run.looked_at, time.perf_counter() - began)
+    ways = () if best or plans is not None else run.ways()
+    return Found(tuple(best), tuple(run.refused), run.looked_at, time.perf_counter() - began, ways)
 
 
 @dataclass
@@ -175,6 +132,7 @@ class _Search:
     fitting: list[Prediction] = field(default_factory=list)
     refused: list[Refusal] = field(default_factory=list)
     looked_at: int = 0
+    wanted: int = ENOUGH  # plans that fit
     progress: SearchProgress = field(default_factory=lambda: SearchProgress({}))
     _seen: dict[Key, Prediction] = field(default_factory=dict)
     _layers: Layers | str | None = None
@@ -215,6 +173,8 @@ class _Search:
         return chosen
 
     def _shape(self, offer: Offer, divided: Divided) -> Shape:
+        if self.task.loss_chunk is not None and self.base.loss_chunk is None:
+            offer = replace(offer, leaner={**offer.leaner, "loss_chunk": self.task.loss_chunk})
         plan = self.base.with_settings({**offer.settings, **divided.settings})
         return Shape(plan, self.task.rows // offer.data_ranks, offer, divided.together)
 
@@ -279,18 +239,36 @@ class _Search:
     def _fastest(self) -> float:
         return min((prediction.seconds for prediction in self.fitting), default=math.inf)
 
-    def try_last_resorts(self) -> None:
-        """Try the last resorts in their order, each with its variants, until a plan fits."""
+    def try_last_resorts(self, exact: bool) -> None:
+        """Try the last resorts in their order, each with its variants, until enough plans fit.
+
+        Args:
+            exact: try those that change no result, or only the others.
+        """
         divided = self._divisions[0]
-        for offer in (offer for offers in LAST_RESORTS for offer in offers(divided.site)):
-            if self.try_with_variants(self._shape(offer, divided)) < math.inf:
-                return
+        offered = (offer for offers in LAST_RESORTS for offer in offers(divided.site))
+        for shape in (self._shape(offer, divided) for offer in offered):
+            changed = any(choice.changes for choice in choices_of(shape.plan))
+            if changed != exact and len(self.fitting) < self.wanted:
+                self.try_with_variants(shape)
+
+    def try_optimizer(self, name: str, task: TrainingTask) -> None:
+        """Try plans without offload under another optimizer, until enough plans fit."""
+        run = _Search(task, self.machines, self.base, self.say)
+        divided = self._divisions[0]
+        for offer in (offer for offer in zero.offers(divided.site) if isinstance(offer, Offer)):
+            if len(self.fitting) + len(run.fitting) < self.wanted:
+                run.try_shape(run._shape(offer, divided))
+        self.looked_at += run.looked_at
+        self.fitting += [replace(one, optimizer=name) for one in run.fitting]
 
     def estimates(self, shapes: Sequence[Shape]) -> list[Prediction]:
         """The first estimate of each shape that is expected to fit, the fastest first; the search starts from them."""
         chosen: list[Prediction] = []
         expected: dict[Plan, int] = {}
-        estimators = self._estimators(dict.fromkeys(shape.together for shape in shapes))
+        room = self.machines.device.capacity_bytes
+        hopeful = [shape for shape in shapes if self._least_bytes(shape.plan) <= room]
+        estimators = self._estimators(dict.fromkeys(shape.together for shape in hopeful))
         for shape in (shape for shape in shapes if shape.together in estimators):
             estimator, offer = estimators[shape.together], shape.offer
             plans = [shape.plan, *self._variants(shape.plan)]
@@ -322,6 +300,13 @@ class _Search:
                 self._whole.append(Refusal(self.base.with_settings({"tensor_parallel": together}), 0, str(error), ""))
         return found
 
+    def _least_bytes(self, plan: Plan) -> int:
+        """The least bytes of its states on a device; 0 where they are not known, and the search reports why."""
+        try:
+            return least_bytes(self._sizes_of(), plan, self.machines.count)
+        except ZeroshardError:
+            return 0
+
     def try_shape(self, shape: Shape, many: bool = False) -> None:
         """Find the microbatches of a shape, then faster settings; where none fit, try the leaner ones of its offer.
 
@@ -338,7 +323,8 @@ class _Search:
         )
         leaner = plan.with_settings(offer.leaner)
         if found is not None and not found.fits and leaner != plan:
-            self.try_shape(replace(shape, plan=leaner), many)
+            lean = replace(offer, order=offer.lean_order or offer.order)
+            self.try_shape(replace(shape, plan=leaner, offer=lean), many)
         if not self._keep(found):
             return
         assert found is not None
@@ -357,6 +343,13 @@ class _Search:
         elif found is not None:
             self.fitting.append(found)
         return found is not None and found.fits
+
+    def ways(self) -> tuple[str, ...]:
+        """The nearest ways to train the job; none for a task that no plan can train."""
+        try:
+            return tuple(nearest_ways(self.task, self.base, self.machines, self._sizes_of(), [*self._seen.values()]))
+        except ZeroshardError:
+            return ()
 
     def try_plan(self, plan: Plan, rows: int) -> None:
         """Look at one given plan."""
@@ -412,9 +405,16 @@ class _Search:
         return self._sizes
 
     def _too_large(self, plan: Plan, rows: int) -> bool:
-        """Refuse a plan whose states alone exceed a device; returns whether it was refused."""
-        room = self.machines.device.capacity_bytes
-        needed = least_bytes(self._sizes_of(), plan, self.machines.count)
+        """Refuse a plan whose states alone exceed a device or a node's memory; returns whether it was refused."""
+        room, ranks = self.machines.device.capacity_bytes, self.machines.count
+        needed = least_bytes(self._sizes_of(), plan, ranks)
+        states, per_node = states_of(self._sizes_of(), plan, ranks), min(ranks, self.machines.per_node)
+        kept = per_node * sum(choice.least_host_bytes(states, ranks) for choice in choices_of(plan))
+        if not self.machines.node_holds(kept):
+            held, need = format_bytes(self.machines.host_memory or 0), format_bytes(kept)
+            why = f"The offloaded states alone take {need} of each node's host memory, which is {held}."
+            self._refuse(plan, rows, why, f"Nodes with more than {need} of host memory would hold them.")
+            return True
         if needed <= room or any(choice.exhausted for choice in choices_of(plan)):
             return False
         why = (

@@ -46,6 +46,8 @@ def why_first(predictions: Sequence[Prediction]) -> str:
     if not others:
         return "Plan 1 is the only one that fits."
     second = others[0]
+    if changes(second) and not changes(first):
+        return "Plan 1 is first because it is the fastest that changes no result."
     more = first.tokens_per_second / second.tokens_per_second - 1 if second.tokens_per_second else 0.0
     if more >= 0.001:
         return f"{fastest}, {more:.1%} more than plan 2."
@@ -105,6 +107,9 @@ def describe(prediction: Prediction) -> list[str]:
             f"Checkpoints: {room} of host memory have no room for whole copies; training waits while states without a "
             f"copy are written, or for all states with save(wait=True)."
         )
+    changed = changes(p)
+    if changed:
+        sentences.append(f"Other numbers than without: {', '.join(changed)}.")
     sentences += [
         f"How memory was found ({found_by(p.mode)}): {MODES[p.mode]}.",
         f"How time was found ({found_by(p.time_mode)}): {TIME_MODES[p.time_mode]}.",
@@ -133,6 +138,12 @@ def host_parts(prediction: Prediction) -> str:
     return ", ".join(
         f"{name} {format_bytes(n)}" + (f" ({switches[name]})" if switches.get(name) else "") for name, n in parts if n
     )
+
+
+def changes(prediction: Prediction) -> tuple[str, ...]:
+    """Settings with which training gets other numbers than with as much memory as one likes, in words."""
+    other = (prediction.optimizer,) if prediction.optimizer else ()
+    return (*other, *(text for choice in choices_of(prediction.plan) for text in choice.changes))
 
 
 def left_out(prediction: Prediction) -> list[LeftOut]:

@@ -1,0 +1,41 @@
+"""The first table of `zeroshard plan`: numbers by formulas, printed before torch is imported."""
+
+import sys
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from zeroshard.cli.plan_options import ROWS, SEQUENCE, PlanOptions, precision_for
+from zeroshard.doctor.hardware import Machines
+from zeroshard.planner.formulas import StepSize, first_rows
+from zeroshard.train.model_shape import shape_of
+from zeroshard.train.sizes import SIZES
+
+SHOWN = 6  # rows
+COLUMNS = 120  # without a terminal
+
+
+def print_first_table(options: PlanOptions, machines: Machines) -> None:
+    """Print the first table on stderr, apart from the result; nothing for models of unknown shapes."""
+    if options.own or options.largest or options.json or options.optimizer != "adamw":
+        return
+    shape = shape_of(options.model)
+    if shape is None:
+        return
+    sequence = options.sequence or (SIZES[options.model].context if options.model in SIZES else SEQUENCE)
+    rows = max(1, (options.global_batch or ROWS * machines.count) // machines.count)
+    precision = precision_for(options, machines)
+    step = StepSize(rows, sequence, {"fp32": 4}.get(precision, 2))
+    title = f"First table: {shape.parameters / 1e9:.3g} B parameters in {precision}, on {machines}"
+    table = Table(title=f"{title}", title_justify="left", box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("plan", ratio=1)
+    for head in ("room", "device GiB", "host GiB", "tokens/s"):
+        table.add_column(head, justify="right", no_wrap=True)
+    for row in first_rows(shape, step, machines)[:SHOWN]:
+        numbers = (f"{row.peak / 2**30:,.1f}", f"{row.host / 2**30:,.1f}", f"{row.tokens_per_second:,.0f}")
+        table.add_row(row.plan, "likely" if row.likely else "no", *numbers)
+    table.caption = "by formulas, within about 10 %; plans that the rehearsals below do not show were not confirmed"
+    table.caption_justify = "left"
+    terminal = sys.stderr.isatty()
+    Console(width=None if terminal else COLUMNS, highlight=False, markup=False, stderr=True).print(table)

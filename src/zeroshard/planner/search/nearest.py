@@ -1,0 +1,80 @@
+"""The nearest ways to train a job where no plan fits, each with its needs."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from zeroshard.doctor.hardware import Machines
+from zeroshard.plan import Plan
+from zeroshard.planner.choices import choices_of
+from zeroshard.planner.predict.predict import predict
+from zeroshard.planner.predict.rehearse import TrainingTask
+from zeroshard.planner.predict.result import MARGIN, Prediction
+from zeroshard.planner.predict.states import Sizes, least_bytes, states_of
+from zeroshard.planner.search.text import short
+from zeroshard.text import format_bytes
+
+TIMES = tuple(2**n for n in range(1, 13))  # times as many devices
+STREAMED = {"zero": 3, "offload": "optimizer,parameters", "activations.recompute": "blocks", "offload.speculate": False}
+ADAPTERS = (  # bytes of a frozen parameter: 16 bits, or NF4 with a scale of 8 bits per 64 (2305.14314, section 3)
+    ("LoRA (2106.09685)", 2.0),
+    ("QLoRA (2305.14314)", 0.5 + 0.127 / 8),
+)
+TRAINED = 0.01  # of the parameters, which adapters of rank 16 on all projections do not exceed in models of 7 B or more
+STATES = 16  # bytes of each trained parameter
+
+
+def nearest_ways(
+    task: TrainingTask, base: Plan, machines: Machines, sizes: Sizes, seen: Sequence[Prediction]
+) -> Iterator[str]:
+    """Sentences: more host memory, more devices, and adapters, as far as each would do.
+
+    Args:
+        seen: all rehearsed plans.
+    """
+    beside = min((_beside_states(one) for one in seen), default=0)
+    room = int(machines.device.capacity_bytes * (1 - MARGIN)) - beside
+    yield from _with_host_memory(task, base, machines, sizes)
+    yield from _on_further_devices(base, machines, sizes, room)
+    name, count = machines.device.name, machines.count
+    for adapter, each in ADAPTERS:
+        held = int(sizes.trainable * (each + TRAINED * STATES)) + sizes.frozen * 2
+        if held <= room:
+            with_rest = format_bytes(held + beside)
+            yield (
+                f"{adapter} on {count} x {name}: frozen weights and adapters take {with_rest} with the activations; by "
+                f"formulas, for a model that peft has wrapped. Other results than training every weight."
+            )
+            return
+
+
+def _beside_states(one: Prediction) -> int:
+    """Activations, buffers and temporaries of a rehearsed plan."""
+    return sum(nbytes for name, nbytes in one.memory.items() if name in ("activations", "buffers", "temporaries"))
+
+
+def _with_host_memory(task: TrainingTask, base: Plan, machines: Machines, sizes: Sizes) -> Iterator[str]:
+    """The least host memory with which a plan fits that changes no result and uses no disk."""
+    rows, left = divmod(task.rows, machines.count)
+    if machines.host_memory is None or left:
+        return
+    ample, plan = replace(machines, host_memory=None), base.with_settings(STREAMED)
+    if least_bytes(sizes, plan, machines.count) > machines.device.capacity_bytes:
+        return
+    one = predict(task, plan, ample, rows)
+    if one.fits:
+        held = format_bytes(one.host_needed_bytes)
+        yield f"{held} of host memory on each node: {short(plan, machines.count)}."
+
+
+def _on_further_devices(base: Plan, machines: Machines, sizes: Sizes, room: int) -> Iterator[str]:
+    """The fewest devices that hold the states under stage 3, with and without offload to the same host memory."""
+    name, per_node = machines.device.name, machines.per_node
+    for settings in ({"zero": 3}, {"zero": 3, "offload": "optimizer"}):
+        for count in (machines.count * times for times in TIMES):
+            plan, more = base.with_settings(settings), replace(machines, count=count)
+            states = states_of(sizes, plan, count)
+            kept = min(per_node, count) * sum(each.least_host_bytes(states, count) for each in choices_of(plan))
+            if least_bytes(sizes, plan, count) <= room and more.node_holds(kept):
+                need = format_bytes(kept)
+                yield f"{count} x {name}, {need} of host memory on each node: {short(plan, count)}, by states alone."
+                break

@@ -1,0 +1,82 @@
+"""The answer of `zeroshard plan`: options and Python that give the same plan, its speed, and the nearest ways."""
+
+import ast
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from predictions import GIB, prediction
+
+import zeroshard as zs
+from zeroshard.cli.plan_answer import answer_json, answer_lines, option_line, python_line
+from zeroshard.cli.plan_options import PlanOptions, precision_for
+from zeroshard.doctor.hardware import Machines
+from zeroshard.planner.predict.result import Found
+from zeroshard.planner.search.text import why_first
+from zeroshard.train.config import TrainConfig
+from zeroshard.train.family import gpt_task
+from zeroshard.train.options import parse
+from zeroshard.train.sizes import GPTConfig
+
+MACHINES = Machines.of("A100-80", 8)
+TASK = gpt_task(GPTConfig(vocabulary=64, context=32, width=64, heads=4, layers=2))
+PLANS = [
+    zs.Plan(zero=3, precision="bf16", microbatches=2, clip_norm=1.0),
+    zs.Plan(
+        zero=1, pipeline_parallel=zs.Pipeline(2, split=("blocks.1",)), microbatches=2, clip_norm=1.0, shard_group=4
+    ),
+    zs.Plan(offload=zs.Offload("optimizer", disk="a folder", speculate=False), recompute="blocks", clip_norm=None),
+    zs.Plan(tensor_parallel=2, clip_norm=1.0, overlap_gather=False, reduce_every="auto", loss_chunk=1024),
+]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=range(len(PLANS)))
+def test_the_option_line_and_the_python_line_give_the_plan(plan: zs.Plan) -> None:
+    one = prediction(plan)
+    program, command, *words = shlex.split(option_line(one, TASK, PlanOptions(gpu="A100-80")))
+    config = parse(TrainConfig, words, "zeroshard train")
+    assert (program, command, config.plan) == ("zeroshard", "train", plan)
+    assert (config.batch_per_rank, config.ranks) == (4, 8)
+    line = python_line(plan)
+    assert ast.parse(line) and eval(line, {"zs": zs}) == plan
+
+
+def lines(*best: Any, ways: tuple[str, ...] = ()) -> str:
+    found = Found(best, (), 3, 1.0, ways)
+    return "\n".join(answer_lines(found, TASK, MACHINES, PlanOptions(gpu="A100-80")))
+
+
+def test_the_first_plan_has_a_reason_a_speed_and_its_trade() -> None:
+    exact, rounded = prediction(PLANS[0]), replace(prediction(PLANS[0]), optimizer="adamw8bit")
+    assert "Plan 1: peak 15.00 GiB of 20.00 GiB, 78,019 tokens/s, " in lines(exact)
+    assert "3.6 hours per billion tokens" in lines(exact)
+    assert why_first([exact, rounded]) == "Plan 1 is first because it is the fastest that changes no result."
+    assert "other results by adamw8bit" in lines(rounded) and "--optimizer adamw8bit" in lines(rounded)
+    tight = replace(
+        exact, host={"optimizer states": GIB}, host_bytes=3 * GIB, host_capacity_bytes=2 * GIB, saves_in_place=True
+    )
+    assert tight.fits and "1.00 GiB of host memory on each node" in lines(tight)
+    assert "training waits for each checkpoint" in lines(tight)
+
+
+def test_without_a_plan_there_are_ways() -> None:
+    assert lines(ways=("two", "three")) == "The nearest ways:\n  1. two\n  2. three"
+    options = PlanOptions(gpu="A100-80")
+    assert answer_json(Found((), (), 0, 0.0, ("two",)), TASK, MACHINES, options) == {"ways": ["two"]}
+    answer = answer_json(Found((prediction(PLANS[0]),), (), 0, 0.0), TASK, MACHINES, options)["answer"]
+    assert answer["options"].startswith("zeroshard train --model tiny") and 0 < answer["model_flops_share"] < 1
+
+
+def test_the_precision_is_the_given_one_or_that_of_the_device_and_the_configuration(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    said = {"model": str(file), "gpu": "A100-80"}
+    for dtype, wanted in (("float32", "fp32"), ("bfloat16", "bf16"), ("float16", "bf16")):
+        file.write_text(f'{{"torch_dtype": "{dtype}"}}')
+        assert precision_for(PlanOptions(**said), MACHINES) == wanted
+    assert precision_for(PlanOptions(gpu="A100-80"), MACHINES) == "bf16"
+    assert precision_for(PlanOptions(gpu="V100-16"), Machines.of("V100-16", 1)) == "fp16"
+    assert precision_for(PlanOptions(gpu="A100-80", precision="fp32"), MACHINES) == "fp32"
+    slow = replace(MACHINES, device=replace(MACHINES.device, kind="cpu"))
+    assert precision_for(PlanOptions(), slow) == "fp32"

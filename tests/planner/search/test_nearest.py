@@ -1,0 +1,36 @@
+"""The nearest ways where no plan fits: host memory, devices, adapters, each with enough for what it names."""
+
+from dataclasses import replace
+
+from zeroshard.doctor.hardware import Machines
+from zeroshard.plan import Plan
+from zeroshard.planner.search.search import search
+from zeroshard.text import parse_bytes
+from zeroshard.train.family import gpt_task
+from zeroshard.train.sizes import GPTConfig
+
+CONFIG = GPTConfig(vocabulary=512, context=64, width=512, heads=8, layers=6)
+
+
+def test_ways_name_what_they_need_and_fit_with_it() -> None:
+    one = Machines.of("A100-80", 1)
+    device = replace(one.device, memory_bytes=one.device.overhead_bytes + 2**27)
+    machines = replace(one, device=device, host_memory=2**25)
+    task, base = gpt_task(CONFIG), Plan(precision="bf16")
+    found = search(task, machines, base)
+    assert not found.best
+    more_host, *_ = (way for way in found.ways if "of host memory on each node: zero 3" in way)
+    assert any(way.startswith("4 x A100-80") for way in found.ways)
+    assert any(way.startswith("LoRA (2106.09685) on 1 x A100-80") for way in found.ways)
+    needed = parse_bytes(more_host.partition(" of host")[0].replace(" ", ""))
+    again = search(task, replace(machines, host_memory=int(1.01 * needed)), base)
+    assert again.best and not again.ways
+
+
+def test_states_that_host_memory_cannot_hold_are_never_rehearsed() -> None:
+    one = Machines.of("A100-80", 1)
+    device = replace(one.device, memory_bytes=one.device.overhead_bytes + 2**27)
+    heard: list[str] = []
+    found = search(gpt_task(CONFIG), replace(one, device=device, host_memory=2**20), Plan(), say=heard.append)
+    assert any("offloaded states alone take" in refusal.why for refusal in found.refused)
+    assert not [line for line in heard if "offload" in line and "disk" not in line and "zeroshard-offload" not in line]

@@ -1,0 +1,77 @@
+"""The formulas of the first table: thirty questions, and rehearsals of the same plans."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from planner.questions import MODELS, QUESTIONS, Question
+
+from zeroshard.cli.plan import described_task
+from zeroshard.cli.plan_options import PlanOptions, described_machines
+from zeroshard.doctor.hardware import Machines
+from zeroshard.plan import Plan
+from zeroshard.planner.formulas import ModelBlock, ModelShape, StepSize, first_rows
+from zeroshard.planner.predict.predict import predict
+from zeroshard.planner.search.search import search
+from zeroshard.planner.search.text import changes
+from zeroshard.train.family import gpt_task
+from zeroshard.train.model_shape import shape_of
+from zeroshard.train.sizes import SIZES, GPTConfig
+
+STEP = StepSize(rows=4, sequence=1024, width=2)
+
+
+def machines_of(question: Question, folder: Path) -> tuple[PlanOptions, Machines]:
+    model = question.model
+    if model in MODELS:
+        model = str(folder)
+        (folder / "config.json").write_text(json.dumps(MODELS[question.model]))
+    options = PlanOptions(model=model, gpu=question.card, gpus=question.cards, host_memory=question.host)
+    return options, described_machines(options, folder)
+
+
+@pytest.mark.parametrize("question", QUESTIONS, ids=lambda q: f"{q.model}-{q.cards}x{q.card}-{q.host}")
+def test_the_first_table_answers_thirty_questions(question: Question, tmp_path: Path) -> None:
+    options, machines = machines_of(question, tmp_path)
+    shape = shape_of(options.model)
+    assert shape is not None
+    first, *others = first_rows(shape, STEP, machines)
+    assert first.likely is question.fits
+    assert all(first.tokens_per_second >= other.tokens_per_second for other in others if other.likely)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("question", QUESTIONS, ids=lambda q: f"{q.model}-{q.cards}x{q.card}-{q.host}")
+def test_searches_give_the_same_answers_and_rehearsals_from_scratch_confirm_them(
+    question: Question, tmp_path: Path
+) -> None:
+    options, machines = machines_of(question, tmp_path)
+    options = replace(options, precision="bf16")
+    task, base = described_task(options, machines.count)
+    found = search(task, machines, base)
+    without_disk = [one for one in found.best if one.plan.offloading.disk is None]
+    assert bool(without_disk) is question.fits
+    assert bool(found.ways) is not bool(found.best)
+    for one in found.best[:2]:
+        assert not changes(one)
+        again, _ = described_task(options, machines.count)
+        assert predict(again, one.plan, machines, one.batch).fits
+
+
+@pytest.mark.parametrize("settings", [{"zero": 0}, {"zero": 0, "recompute": "blocks"}, {"zero": 3}])
+def test_peaks_are_within_ten_percent_of_rehearsed_ones(settings: dict[str, object]) -> None:
+    ranks = 4 if settings["zero"] == 3 else 1
+    config = GPTConfig(vocabulary=4096, context=256, width=512, heads=8, layers=8)
+    each = 12 * 512**2 + 2 * 512
+    shape = ModelShape((ModelBlock(8, each, each, 19.1 * 512),), 4096 * 512 + 512, 512, 4096, chunks=True)
+    machines = Machines.of("A100-80", ranks)
+    rehearsed = predict(gpt_task(config, ranks), Plan(precision="bf16", **settings), machines, 1)  # type: ignore[arg-type]
+    wanted = f"zero {settings['zero']}" + (", recompute" if "recompute" in settings else "") + ", 1 row"
+    row = next(row for row in first_rows(shape, StepSize(1, 256, 2), machines) if row.plan == wanted)
+    assert row.peak == pytest.approx(rehearsed.peak_bytes, rel=0.1)
+
+
+def test_the_shape_of_a_built_in_size_is_the_one_that_was_counted() -> None:
+    shape = shape_of("gpt2")
+    assert shape is not None and shape.blocks[0].kept == pytest.approx(19.1 * SIZES["gpt2"].width)
