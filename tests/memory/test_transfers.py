@@ -8,19 +8,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from task_runners import Latest, Shuffled
 
 from zeroshard.errors import OffloadError
-from zeroshard.memory.transfers import (
-    Eager,
-    Latest,
-    Modelled,
-    Shuffled,
-    Task,
-    TaskRunner,
-    TaskSpan,
-    ThreadRunner,
-    Transfers,
-)
+from zeroshard.memory.transfers import Eager, Modelled, Task, TaskRunner, TaskSpan, ThreadRunner, Transfers
 from zeroshard.platform.rehearsed import Clock
 from zeroshard.traffic import COMPUTE, DISK, QUEUES, UPDATE, Purpose
 

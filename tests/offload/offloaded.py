@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from engine.models import batch, build
+from task_runners import Latest, Shuffled
 from torch import Tensor
 
 import zeroshard as zs
-from zeroshard.memory.transfers import Eager, Latest, Shuffled, TaskRunner, ThreadRunner
+from zeroshard.memory.transfers import Eager, TaskRunner, ThreadRunner
 from zeroshard.platform import real
 
 EXECUTORS: dict[str, Callable[[torch.device, float], TaskRunner]] = {

@@ -7,13 +7,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from task_runners import Latest
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from zeroshard.memory import HostMemory
 from zeroshard.memory.ledger import Category, Ledger
-from zeroshard.memory.transfers import Latest, Task, TaskRunner, Transfers
+from zeroshard.memory.transfers import Task, TaskRunner, Transfers
 from zeroshard.saved.offload import ActivationStore
 from zeroshard.saved.savers import Savers
 from zeroshard.traffic import Purpose

@@ -11,6 +11,7 @@ import pytest
 import torch
 from pool import Pool
 from saved.bench import Bench
+from task_runners import Latest, Shuffled
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
@@ -21,7 +22,7 @@ import zeroshard as zs
 from zeroshard.errors import BudgetExceeded, OffloadError
 from zeroshard.memory import HostMemory, in_pages
 from zeroshard.memory.ledger import Category
-from zeroshard.memory.transfers import Eager, Latest, Shuffled, Task, TaskRunner
+from zeroshard.memory.transfers import Eager, Task, TaskRunner
 from zeroshard.saved.kept import CountedTensor
 from zeroshard.traffic import Purpose
 

@@ -1,7 +1,7 @@
 """Transfers between tiers: copies and host jobs as tasks, which run beside the main thread.
 
 The caller that needs the result of a task waits for it, and only then; the runner chooses when the task runs. So a
-missing wait is a wrong number under `Latest` or `Shuffled`, on any machine, and not a rare error on a GPU.
+missing wait is a wrong number under a runner of tests that is late, on any machine, and not a rare error on a GPU.
 
 [Note: a copy in flight] From `copy` until its `wait` returns, the source may be neither changed nor freed, and the
 destination not read. Tasks hold both.
@@ -14,7 +14,6 @@ copies by this runner, parameters and states in `offload.tiers`, data of layers 
 workers that do not wait for each other in `parameter_server`.
 """
 
-import random
 import threading
 import time
 import weakref
@@ -149,46 +148,6 @@ class Eager:
 
     def finish(self, task: Task) -> None:
         """Do nothing: the task has run."""
-
-
-class Latest:
-    """Runs a task as late as possible: inside of the wait for it, or for a task after it."""
-
-    def begin(self, task: Task) -> None:
-        """Do nothing yet."""
-
-    def finish(self, task: Task) -> None:
-        """Run the tasks before it, then the task."""
-        for before in task.after:
-            self.finish(before)
-        if not task.done:
-            task.run()
-
-
-class Shuffled:
-    """Runs tasks in an order drawn from a seed, some of them in every call."""
-
-    def __init__(self, seed: int) -> None:
-        self._random = random.Random(seed)
-        self._pending: list[Task] = []
-
-    def begin(self, task: Task) -> None:
-        """Queue the task, and run some pending ones."""
-        self._pending.append(task)
-        self._run_some()
-
-    def finish(self, task: Task) -> None:
-        """Run pending tasks until this one has run."""
-        while not task.done:
-            self._run_some(least=1)
-
-    def _run_some(self, least: int = 0) -> None:
-        for _ in range(self._random.randint(least, 2)):
-            ready = [task for task in self._pending if all(before.done for before in task.after)]
-            if ready:
-                task = self._random.choice(ready)
-                self._pending.remove(task)
-                task.run()
 
 
 class ThreadRunner:

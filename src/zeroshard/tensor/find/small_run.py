@@ -31,7 +31,20 @@ class CannotRun(Exception):
     """The small model fails; the message is the reason."""
 
 
-class NarrowLinear(nn.Module):
+class _Recording(nn.Module):
+    """A stand-in with a weight of the model's shape, without memory; `elsewhere` is whether the weight was read."""
+
+    def _set_weight(self, weight: Tensor) -> None:
+        self.weight = nn.Parameter(torch.zeros(1).expand(tuple(weight.shape)), requires_grad=False)
+        self.elsewhere = False
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight":
+            vars(self)["elsewhere"] = True
+        return super().__getattr__(name)
+
+
+class NarrowLinear(_Recording):
     """A stand-in for a linear layer: a product of two matrices of RANK columns and rows.
 
     Attributes:
@@ -48,21 +61,16 @@ class NarrowLinear(nn.Module):
         self.read = nn.Parameter(weights.drawn((path, "read"), (inputs, RANK)) / inputs**0.5)
         self.made = nn.Parameter(weights.drawn((path, "made"), (RANK, outputs)) / RANK**0.5)
         bias = None if module.bias is None else nn.Parameter(weights.drawn((path, "bias"), (outputs,)) * 0.1)
-        self.weight = nn.Parameter(torch.zeros(1).expand(tuple(module.weight.shape)), requires_grad=False)
+        self._set_weight(module.weight)
         self.bias = bias
-        self.elsewhere = False
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., I] to [..., O]."""
         y = x.to(self.read.dtype) @ self.read @ self.made
         return y if self.bias is None else y + self.bias
 
-    def __getattr__(self, name: str) -> Any:
-        _note_read(self, name)
-        return super().__getattr__(name)
 
-
-class FewRows(nn.Embedding):
+class FewRows(_Recording, nn.Embedding):
     """A stand-in for an embedding: a few rows, looked up modulo their number."""
 
     def __init__(self, weights: TrialWeights, path: str, module: nn.Embedding) -> None:
@@ -71,22 +79,11 @@ class FewRows(nn.Embedding):
         self.padding_idx = self.max_norm = None
         self.norm_type, self.scale_grad_by_freq, self.sparse = 2.0, False, False
         self.rows = nn.Parameter(weights.drawn((path, "rows"), (ROWS, module.embedding_dim)))
-        self.weight = nn.Parameter(torch.zeros(1).expand(tuple(module.weight.shape)), requires_grad=False)
-        self.elsewhere = False
+        self._set_weight(module.weight)
 
     def forward(self, input: Tensor) -> Tensor:
         """[...] to [..., D]."""
         return nn.functional.embedding(input.long() % ROWS, self.rows)
-
-    def __getattr__(self, name: str) -> Any:
-        _note_read(self, name)
-        return super().__getattr__(name)
-
-
-def _note_read(module: nn.Module, name: str) -> None:
-    """Record a read of a stand-in's weight."""
-    if name == "weight":
-        vars(module)["elsewhere"] = True
 
 
 class _Same(nn.Module):

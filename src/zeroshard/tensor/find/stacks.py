@@ -20,10 +20,10 @@ from zeroshard.tensor.find.found import AttentionSizes, FoundLayer, Style
 from zeroshard.tensor.find.linear import linear_features
 from zeroshard.tensor.find.small_run import Calls
 from zeroshard.tensor.find.trial import (
+    ByPosition,
     TrialWeights,
     alike,
     apart,
-    by_position,
     call,
     copy_of,
     first_tensor,
@@ -150,9 +150,9 @@ def _copy(block: nn.Module, attentions: Sequence[str], weights: TrialWeights, mo
         features = linear_features(module)
         if path in attentions:
             last = [f for f in map(linear_features, module.modules()) if f is not None][-1]
-            stands[path] = by_position(last.outputs, more)
+            stands[path] = ByPosition(last.outputs, more)
         elif features is not None:
-            stands[path] = by_position(features.outputs)
+            stands[path] = ByPosition(features.outputs)
     shapes = {name: tuple(parameter.shape) for name, parameter in block.named_parameters()}
     copy: nn.Module = copy_of(
         block, stands, lambda path, name: weights.drawn((path, name), shapes[f"{path}.{name}".strip(".")])

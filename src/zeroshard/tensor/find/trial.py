@@ -143,7 +143,7 @@ class Trial:
         for path, module in self.module.named_modules():
             features = linear_features(module)
             if features is not None:
-                replaced[path] = _ByPosition(features.outputs)
+                replaced[path] = ByPosition(features.outputs)
                 if path in self.columns:
                     replaced[path] = _Column(weights, path, features.outputs, module, pieces.get(path))
         features = linear_features(self._at(self.row))
@@ -261,7 +261,7 @@ class _Column(nn.Module):
         return nn.functional.linear(x.detach()[..., :READ], self.weight[:, : x.shape[-1]], self.bias)
 
 
-class _ByPosition(nn.Module):
+class ByPosition(nn.Module):
     """A stand-in for layers outside of the trial: a function of each position alone, with `features` outputs."""
 
     def __init__(self, features: int, more: int = 0) -> None:
@@ -290,11 +290,6 @@ class _Row(nn.Module):
         """[..., I] to [..., O]."""
         self.read = x
         return self._weights.drawn("sum", (*x.shape[:-1], self.out_features)).clone()  # may be changed in place
-
-
-def by_position(features: int, more: int = 0) -> nn.Module:
-    """A module that computes `features` outputs from each position alone, and returns `more` values after them."""
-    return _ByPosition(features, more)
 
 
 @contextmanager
