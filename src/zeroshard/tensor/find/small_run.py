@@ -34,6 +34,8 @@ class CannotRun(Exception):
 class _Recording(nn.Module):
     """A stand-in with a weight of the model's shape, without memory; `elsewhere` is whether the weight was read."""
 
+    weight: Tensor
+
     def _set_weight(self, weight: Tensor) -> None:
         self.weight = nn.Parameter(torch.zeros(1).expand(tuple(weight.shape)), requires_grad=False)
         self.elsewhere = False
