@@ -146,12 +146,20 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> StateLayout:
     return max(layouts, key=lambda layout: (layout.bytes_per_element, layout.scalar_bytes))
 
 
+_TRIED: dict[tuple[type, str], StateLayout] = {}  # of torch's own optimizers, by their options
+
+
 def _try_group(optimizer: torch.optim.Optimizer, group: dict[str, Any], way_out: str) -> StateLayout:
     group = {**group, "lr": 0.01}  # a scheduler may have set it to 0, which would hide every difference
-    layout = _try_shape(optimizer, group, SHAPE, way_out)
-    if not type(optimizer).__module__.startswith("torch.optim."):  # none of torch's goes by sizes
-        _try_shape(optimizer, group, LARGE, way_out)
-    return layout
+    if not type(optimizer).__module__.startswith("torch.optim."):
+        layout = _try_shape(optimizer, group, SHAPE, way_out)
+        _try_shape(optimizer, group, LARGE, way_out)  # none of torch's goes by sizes
+        return layout
+    options = {**optimizer.defaults, **group, "params": None, "param_names": None}
+    key = type(optimizer), repr(sorted(options.items()))
+    if key not in _TRIED:
+        _TRIED[key] = _try_shape(optimizer, group, SHAPE, way_out)
+    return _TRIED[key]
 
 
 def _try_shape(optimizer: torch.optim.Optimizer, group: dict[str, Any], shape: torch.Size, way_out: str) -> StateLayout:
