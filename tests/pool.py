@@ -174,7 +174,7 @@ def _start_groups_afresh(names: _Names, kept: set[Any], number: int) -> None:
 
     from zeroshard.comm import process_groups as leases
 
-    for group in [group for group in names if group not in kept]:
+    for group in [group for group in names if isinstance(group, dist.ProcessGroup) and group not in kept]:
         dist.destroy_process_group(group)
         _ENDED.append(group)
     for lease in [lease for lease, groups in leases._GROUPS.items() if not any(map(leases.is_open, groups))]:

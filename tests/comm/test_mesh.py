@@ -17,6 +17,7 @@ from zeroshard.comm.heartbeat import Heartbeat, read_heartbeat
 from zeroshard.comm.mesh import attempt, keep_freed_memory, part_of
 from zeroshard.comm.pending import Position
 from zeroshard.errors import CommError, PlanError
+from zeroshard.platform import accelerator
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 VARIABLES += ("ZEROSHARD_ATTEMPT", "ZEROSHARD_HEARTBEAT", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE")
@@ -201,6 +202,26 @@ def heartbeats(mesh: Mesh, folder: str) -> list[Any]:
 def test_collectives_show_in_the_heartbeat(pool: Any, tmp_path: Path) -> None:
     shown = [["control", 2, "second"], False]
     assert pool.run(heartbeats, 3, str(tmp_path)) == [shown, shown, [["", 0, ""], False]]
+
+
+@pytest.mark.parametrize(
+    "name, value, words",
+    [
+        ("TORCH_NCCL_BLOCKING_WAIT", "True", "no collective overlaps"),
+        ("NCCL_BLOCKING_WAIT", "1", "no hang is found"),
+        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", "would never end"),
+    ],
+)
+def test_variables_with_which_nccl_would_hang_are_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, words: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    init_mesh(device="cpu")  # gloo reads none of them
+    monkeypatch.setattr(accelerator, "backend", lambda device: "nccl")
+    with pytest.raises(PlanError, match=f"{name} is {value}, and .*{words}.* Unset it."):
+        init_mesh(device="cpu")
+    monkeypatch.setenv(name, "3")
+    init_mesh(device="cpu")
 
 
 def test_a_store_that_is_gone_is_an_error_and_no_hang() -> None:

@@ -22,6 +22,7 @@ from paper.operations import INSIDE, Noting
 from paper.record import Access, Block, Clock, Record, site
 from torch import Tensor
 
+from zeroshard.comm.hang_detector import DeviceDetector
 from zeroshard.memory.disk import Disk
 from zeroshard.memory.host import HostMemory
 from zeroshard.memory.ledger import Arena, Category, Ledger
@@ -271,6 +272,11 @@ class Paper:
         found: list[tuple[Any, str, Any]] = [
             (accelerator, "_ask", lambda device, name, error=None: getattr(module, name)),
             (accelerator, "forked_random", lambda devices: torch.random.fork_rng([])),
+            (
+                DeviceDetector,
+                "follow",
+                lambda detector, place: None,
+            ),  # events end only by waits
             (transport, "_is_closed_to", lambda group, tensor: False),  # messages are NCCL's
             (torch, "Generator", _Generator),
             (Ledger, "empty", self._naming(Ledger.empty, 4)),

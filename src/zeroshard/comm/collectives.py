@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zeroshard.comm.hang_detector import PATIENCE, HangDetector
+from zeroshard.comm.hang_detector import PATIENCE, DeviceDetector, HangDetector
 from zeroshard.comm.mesh import Mesh, MessageGroups, part_of
 from zeroshard.comm.over_budget import over_budget_elsewhere
 from zeroshard.comm.pending import Exchange, InPlace, Naming, Pending, Position, SideBySide
@@ -70,6 +70,7 @@ class Comm:
         self._started: dict[str, int] = defaultdict(int)
         self.message_groups = MessageGroups(mesh)
         self._watch: HangDetector | None = None
+        self._stream_watch: DeviceDetector | None = None
         self._labels: dict[str, deque[tuple[int, str]]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
         self._parts: list[Comm] = []
 
@@ -320,7 +321,7 @@ class Comm:
             self._wait_for_message(work, place)
             return
         if place.group != "control" and self.on_accelerator:
-            work.wait()
+            self._wait_in_stream(work, place)
             return
         deadline = time.monotonic() + self.mesh.timeout
         published = False
@@ -367,6 +368,13 @@ class Comm:
             work = dist.irecv(empty, group=group, group_src=other, tag=_tag("never", self.session))
             assert work is not None
             work.wait(timedelta(milliseconds=1))
+
+    def _wait_in_stream(self, work: dist.Work, place: Position) -> None:
+        if self._stream_watch is None:
+            self._stream_watch = DeviceDetector(self)
+        with self._naming(place, starts=False):
+            work.wait()
+        self._stream_watch.follow(place)
 
     def _wait_for_message(self, work: dist.Work, place: Position) -> None:
         """[Note: watched messages] gloo breaks a group when a wait for a message times out, so the wait has no

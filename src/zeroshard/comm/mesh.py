@@ -38,6 +38,14 @@ CONNECTIONS = 384 * 2**20  # bytes of address space that the threads of the grou
 WORLD = "the process group of all ranks"
 CALLS: Counter[float] = Counter()  # calls of `shared_mesh`, by timeout
 LISTENING = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # interfaces of the backends; by default that of the hostname
+BLOCKING = "waits would block the host, so that no collective overlaps and no hang is found"
+UNWATCHED = "a hang that only NCCL sees would never end"
+TRUE = ("1", "y", "yes", "t", "true")  # as torch reads variables
+# Variables of torch for NCCL, with the values that are refused, and the reason.
+REFUSED = (
+    *((name, TRUE, BLOCKING) for name in ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")),
+    *((name, ("0",), UNWATCHED) for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING")),
+)
 SETTLE = 0.1  # seconds between the last collective and the end of the interpreter
 
 
@@ -152,6 +160,7 @@ def init_mesh(timeout: float = 300.0, device: str | None = None) -> Mesh:
         BudgetExceeded: too little address space for connections.
     """
     own_device, heartbeat = _device(device), _heartbeat()
+    _check_variables(accelerator.backend(own_device))
     if not dist.is_initialized():
         place = _place()
         if place is None:
@@ -251,6 +260,17 @@ def _check_address_space() -> None:
                 f"{room.limit} leaves {max(0, room.nbytes):,}.",
                 "Raise that limit or free memory, or train on one rank.",
             )
+
+
+def _check_variables(backend: str) -> None:
+    """Refuse variables with which NCCL would block the host, or never end.
+
+    Raises:
+        PlanError: with the variable and its value.
+    """
+    for name, values, why in REFUSED if backend == "nccl" else ():
+        if os.environ.get(name, "").casefold() in values:
+            raise PlanError(f"{name} is {os.environ[name]}, and {why}. Unset it.")
 
 
 def _heartbeat() -> Heartbeat | None:

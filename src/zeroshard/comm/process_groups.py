@@ -75,11 +75,21 @@ def roll_call(store: Store, rank: int, ranks: int, wait: Callable[[], None], wit
     world.group_count = max(made)
 
 
+def abort_all() -> None:
+    """Abort all process groups of this process, so that their operations end on the device, with wrong results."""
+    if dist.is_initialized():
+        dist.distributed_c10d._abort_process_group()
+
+
 class _PlaceholderGroup:
     """An entry in torch's table of groups, by whose length torch names a group of some of the ranks.
 
-    With placeholders the length is equal on all ranks and never repeats. Torch calls `shutdown` of all entries.
+    With placeholders the length is equal on all ranks and never repeats. Torch calls `shutdown` or `abort` of all
+    entries.
     """
+
+    def abort(self) -> None:
+        """Do nothing."""
 
     def shutdown(self) -> None:
         """Do nothing."""

@@ -129,16 +129,22 @@ def inside(stream: torch.Stream) -> AbstractContextManager[object]:
     return block
 
 
-def record(device: torch.device, timed: bool = False) -> torch.Event | None:
-    """An event after all operations of the current stream so far; None on a CPU.
+def current_stream(device: torch.device) -> torch.Stream | None:
+    """The stream into which this thread starts operations; None on a CPU."""
+    return _ask(device, "current_stream")(device) if is_accelerator(device) else None
+
+
+def record(device: torch.device, timed: bool = False, on: torch.Stream | None = None) -> torch.Event | None:
+    """An event after all operations of a stream so far; None on a CPU.
 
     Args:
         timed: whether `elapsed_time` will be called on it.
+        on: the stream; the current one by default.
     """
     if not is_accelerator(device):
         return None
     event: torch.Event = _ask(device, "Event")(enable_timing=timed)
-    event.record(_ask(device, "current_stream")(device))
+    event.record(_ask(device, "current_stream")(device) if on is None else on)
     return event
 
 
