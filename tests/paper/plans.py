@@ -3,7 +3,7 @@
 The waits are those of the main thread in a step of the steady state, one number for each rank. All plans have one:
 the loss and the norms of the gradients come to the host together, once a step. The others are
 
-- 2 for each flat of slices: whether a parameter was written while its values were absent (`written_while_absent`);
+- 2 where flats are sliced: whether a parameter was written while its values were absent (`written_while_absent`);
 - 1 for each flat whose gradients an update on the host reads, before it may read them;
 - 2 on the rank that draws the loss of a pipeline, 1 more on the ranks that agree on it;
 - with experts 1 for the sizes of messages and 2 for the readings of a router; 2 more on the first rank of a group;

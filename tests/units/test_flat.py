@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from zeroshard.units import Entry, Flat, Index, find_units, norm_of
+from zeroshard.units import Entry, Flat, Index, find_units, norm_of, written_while_absent
 from zeroshard.units.flat import TILE
 
 
@@ -60,7 +60,7 @@ def test_detached_parameters_read_nan_in_their_true_shape() -> None:
     for parameter, shape in zip(model.parameters(), shapes, strict=True):
         assert parameter.shape == shape and parameter.isnan().all() and parameter.is_leaf
         assert parameter.untyped_storage().nbytes() == 4  # one NaN, however large the parameter
-    assert not flat.written_while_absent()
+    assert not written_while_absent([flat])
 
 
 @pytest.mark.parametrize("write", ["add_", "mul_", "copy_"])
@@ -71,7 +71,7 @@ def test_detached_parameters_refuse_writes(write: str) -> None:
     flat.detach()
     with torch.no_grad(), pytest.raises(RuntimeError, match="single memory location"):
         getattr(model.matrix, write)(torch.ones(2, 3))
-    assert torch.equal(buffer, before) and not flat.written_while_absent()
+    assert torch.equal(buffer, before) and not written_while_absent([flat])
 
 
 def test_a_fill_that_cannot_be_refused_is_noticed() -> None:
@@ -80,7 +80,7 @@ def test_a_fill_that_cannot_be_refused_is_noticed() -> None:
     flat.detach()
     with torch.no_grad():
         model.vector.zero_()
-    assert flat.written_while_absent()
+    assert written_while_absent([flat]) == [0]
     flat.attach()
     assert model.vector.tolist() == [7, 8, 9, 10] and buffer[7:11].tolist() == [7, 8, 9, 10]
 
@@ -112,7 +112,7 @@ def test_integers_have_no_nan_and_read_zero() -> None:
     flat = Flat(unit, unit.parameters, torch.int64, trainable=False, ranks=2)
     flat.bind(torch.tensor([3, 4, 5, 0]))
     flat.detach()
-    assert model.codes.tolist() == [0, 0, 0] and not flat.written_while_absent()
+    assert model.codes.tolist() == [0, 0, 0] and not written_while_absent([flat])
     flat.attach()
     assert model.codes.tolist() == [3, 4, 5]
 

@@ -22,7 +22,15 @@ from torch import Tensor, nn
 from zeroshard.errors import PlanError
 from zeroshard.parts.part import Part, Parts
 from zeroshard.parts.weights import Residence
-from zeroshard.units import ForwardAlias, Unreadable, in_dispatch_handler, kinds_for, set_values, values_of
+from zeroshard.units import (
+    ForwardAlias,
+    Unreadable,
+    in_dispatch_handler,
+    kinds_for,
+    set_values,
+    values_of,
+    written_while_absent,
+)
 
 GATHERED = "Change parameters inside `with engine.gathered():`, on every rank alike or with gathered(writer=0)."
 
@@ -155,7 +163,7 @@ class Writes:
             for part in self._parts.all:
                 if part.flat.kinds is not None and (thoroughly or part.flat.replaced) and not self._absent(part):
                     self._take_over(part)
-                self._refuse_lost(part)
+            self._refuse_lost()
         if thoroughly and self._structure() != self._contents:
             self._refuse_new_parameters()
             self._learn_structure()
@@ -191,13 +199,15 @@ class Writes:
                 raise PlanError(f"'{self._name(part, number)}' was given other memory while {reason}. {GATHERED}")
             flat.take_over(number)
 
-    def _refuse_lost(self, part: Part) -> None:
-        reason = None if self.allowed else part.lost
-        if reason is None:
-            return
-        flat = part.flat
-        if flat.edits != part.edits or (part.weights.sliced and flat.written_while_absent()):
-            raise PlanError(f"A parameter of {flat.label} was written while {reason}. {GATHERED}")
+    def _refuse_lost(self) -> None:
+        """Refuse writes that would be lost; the device is waited for once, and not once for each flat."""
+        parts = [] if self.allowed else [part for part in self._parts.all if part.lost is not None]
+        edited = [part for part in parts if part.flat.edits != part.edits]
+        sliced = [part for part in parts if part.weights.sliced]
+        if not edited:
+            edited = [sliced[number] for number in written_while_absent([part.flat for part in sliced])]
+        for part in edited[:1]:
+            raise PlanError(f"A parameter of {part.flat.label} was written while {part.lost}. {GATHERED}")
 
     def _limit(self, part: Part, number: int, function: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Apply a limit to the elements of a parameter, in slices and master weights too; see [Note: writes]."""

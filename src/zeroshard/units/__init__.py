@@ -5,7 +5,7 @@ weights), `watched_parameters` (parameters that report reads and writes), `hooks
 """
 
 from zeroshard.units.find import Unit, find_units
-from zeroshard.units.flat import Entry, Flat, Index, is_small, norm_of, wide_norm
+from zeroshard.units.flat import Entry, Flat, Index, is_small, norm_of, wide_norm, written_while_absent
 from zeroshard.units.watched_parameters import (
     ForwardAlias,
     HeldGradient,
@@ -32,4 +32,5 @@ __all__ = [
     "set_values",
     "values_of",
     "wide_norm",
+    "written_while_absent",
 ]

@@ -3,7 +3,7 @@
 import bisect
 import weakref
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -291,9 +291,17 @@ class Flat:
             versions += sum(alias._version for alias in self._aliases.values())
         return versions + self._past_edits
 
-    def written_while_absent(self) -> bool:
-        """Whether a parameter was written while its values were absent (`fill_` cannot be refused)."""
-        return self.dtype.is_floating_point and not bool(self._absent.isnan())
+
+def written_while_absent(flats: Sequence[Flat]) -> list[int]:
+    """The numbers of the flats of which a parameter was written while its values were absent (`fill_` is not refused).
+
+    The host waits once for the device, for all of them.
+    """
+    floats = [number for number, flat in enumerate(flats) if flat.dtype.is_floating_point]
+    if not floats:
+        return []
+    absent = torch.stack([flats[number]._absent.float() for number in floats]).isnan()
+    return [] if bool(absent.all()) else [floats[number] for number in (~absent).nonzero().flatten().tolist()]
 
 
 def norm_of(values: torch.Tensor) -> torch.Tensor:

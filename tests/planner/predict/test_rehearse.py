@@ -80,7 +80,8 @@ def test_states_and_traffic_to_the_byte_and_the_peak(pool: Pool, case: tuple[int
         assert {p: w for p, w in found.wire.items() if any(w)} == {
             p: w for p, w in real[rank]["wire"].items() if any(w) and p != "agreement"
         } | {p: w for p, w in found.wire.items() if p == "agreement"}
-        assert found.communicators == real[rank]["communicators"]
+        if not wanted.pipelined:  # else `comm/test_nccl_rules.py`: on CPUs messages need no groups of their own
+            assert found.communicators == real[rank]["communicators"]
         if not shares(ranks, plan):
             near = HELD if wanted.tensor.splits else max(PEAK[wanted.precision], LATE if ranks > 1 else 0)
             assert found.peak_bytes == pytest.approx(real[rank]["peak"], rel=near)
