@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "src")]
 
 from paper.mutants import SOURCE, Mutant, mutants_of, reports  # noqa: E402
+from paper.plans import RANKS  # noqa: E402
 from pool import Pool  # noqa: E402
 
 HOST = ("users, on the host", "optimizer on the host, two ranks", "everything on the host, two ranks", "delayed update",
@@ -30,10 +31,10 @@ PLANS_OF: dict[str, tuple[str, ...]] = {  # by the beginning of a file's path
     "parts/weights.py": (*FLAT, "optimizer on the host, two ranks"),
     "platform/accelerator.py": (*HOST, "users"),
     "tensor/split/": SPLIT,
-    "moe/exchange/exchange.py": ("experts", "experts, zero 3"),
-    "pipeline/run/": CUT,
+    "moe/exchange/exchange.py": ("experts", "experts, zero 3", "experts on two machines"),
+    "pipeline/run/": (*CUT, "stages and tensor parallel"),
     "comm/collectives.py": ("zero 3", "1f1b"),
-    "comm/pending.py": ("zero 3",),
+    "comm/pending.py": ("zero 3", "zero 2, two microbatches"),
 }
 
 
@@ -75,7 +76,7 @@ def judged(pool: Pool, mutant: Mutant, plans: tuple[str, ...]) -> tuple[str, str
     """The plan under which a mutant was reported, and the report."""
     for plan in plans:
         try:
-            answers = pool.run(reports, 2, mutant, plan)
+            answers = pool.run(reports, RANKS[plan], mutant, plan)
         except AssertionError as error:
             return plan, str(error).strip().splitlines()[-1][:200]
         if text := next(filter(None, answers), ""):

@@ -238,7 +238,10 @@ class Paper:
             block = self.block(tensor)
             block.label = block.label or f"the tensor of {name} at {at}"
             high = low + extent * tensor.itemsize
-            self.record.access(block, Access(actor, number, name, at, low, high, writes))
+            access = Access(actor, number, name, at, low, high, writes)
+            if name == "copy_" and writes and block.locked and not actor.startswith("thread"):
+                self.record.copies[actor, number] = block, access
+            self.record.access(block, access)
 
     def touch(self, tensor: Tensor, name: str, writes: bool = False) -> None:
         """The host reads or writes a tensor's memory now."""

@@ -5,12 +5,15 @@ the number of its last operation that is surely over. A wait joins the clock of 
 and an operation that is launched on a stream starts after all that its thread had done or waited for. Two accesses to
 the same bytes, one of them a write, race unless the clock of the later one covers the earlier one; that they were
 carried out one after the other here proves nothing about a device.
+
+[Note: spoilt copies] A write under a copy to the host spoils the copy alone. If the copy was not used yet, the finding
+is kept back until an operation reads it; a copy that is given up, as `saved.offload` does, is no fault.
 """
 
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -84,6 +87,7 @@ class Block:
         stream: in whose pool of the caching allocator its memory lies.
         shared: streams that `record_stream` named since.
         address: of its first byte.
+        spoilt: bytes [low, high) of spoilt copies, each with the finding that their next reader makes.
     """
 
     nbytes: int
@@ -94,6 +98,7 @@ class Block:
     stream: str = ""
     shared: set[str] = field(default_factory=set)
     accesses: list[Access] = field(default_factory=list)
+    spoilt: list[tuple[int, int, Callable[[str], None]]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +123,7 @@ class Record:
         findings: in the order in which they were found, each pair of lines once.
         synchronisations: waits of the host for the device, by line and name.
         launches: of each communicator, its operations in order, with dtype and elements.
+        copies: by actor and number, the writes of copies to the host.
     """
 
     def __init__(self) -> None:
@@ -125,6 +131,7 @@ class Record:
         self.findings: list[Finding] = []
         self.synchronisations: Counter[tuple[str, str]] = Counter()
         self.launches: dict[str, list[str]] = {}
+        self.copies: dict[tuple[str, int], tuple[Block, Access]] = {}
         self.lock = threading.RLock()
         self._seen: set[tuple[object, ...]] = set()
 
@@ -151,6 +158,8 @@ class Record:
 
     def access(self, block: Block, new: Access) -> None:
         """Compare an access with those before it, then remember it."""
+        if block.spoilt:
+            block.spoilt = list(_without(block.spoilt, new))
         clock, kept = self.clock(new.actor), []
         for old in block.accesses:
             apart = old.high <= new.low or new.high <= old.low
@@ -177,7 +186,25 @@ class Record:
             kind = "write while a writer may still run"
         if block.locked and new.actor.startswith("thread") and not old.actor.startswith("thread"):
             kind = "page-locked memory used by the host before its copy ended"
-        self.find(kind, block, old, str(new), f"{new.actor} waits for {old.actor}", new.at)
+        missing = f"{new.actor} waits for {old.actor}"
+        copied = self._unused_copy(old) if new.writes else None
+        if copied is None:
+            self.find(kind, block, old, str(new), missing, new.at)
+            return
+        host, copy = copied
+
+        def used(by: str) -> None:
+            self.find(kind, block, old, f"{new}, then of the copy a {by}", missing, new.at)
+
+        host.spoilt.append((copy.low, copy.high, used))
+
+    def _unused_copy(self, read: Access) -> tuple[Block, Access] | None:
+        """The write of the copy to the host whose read this is, if no operation used its bytes since."""
+        block, copy = self.copies.get((read.actor, read.number), (None, None))
+        if block is None or copy is None:
+            return None
+        uses = [each for each in block.accesses if each.low < copy.high and copy.low < each.high]
+        return (block, copy) if uses and uses[-1] is copy else None
 
     def released(self, block: Block, thread: str, what: str = "release") -> None:
         """The memory of a block is given back: all that used it must be over, or be ordered before its next use."""
@@ -198,7 +225,7 @@ class Record:
             on_host = old.actor.startswith(("thread", "gloo"))  # gloo holds what it sends
             if old.actor not in exempt and not on_host and clock.get(old.actor, 0) < old.number:
                 self.find(kind, block, old, f"{what} by {thread} at {at}", missing.format(old.actor), at)
-        block.accesses = []
+        block.accesses, block.spoilt = [], []
 
     def find(self, kind: str, block: Block, old: Access, second: str, missing: str, at: Site) -> None:
         """Keep a finding, unless the same lines gave the same one."""
@@ -213,6 +240,19 @@ class Record:
         if key not in self._seen:
             self._seen.add(key)
             self.findings.append(Finding(kind, tensor, first, second, missing))
+
+
+def _without(
+    spoilt: list[tuple[int, int, Callable[[str], None]]], new: Access
+) -> Iterator[tuple[int, int, Callable[[str], None]]]:
+    """The bytes of spoilt copies that are left after an access ([Note: spoilt copies])."""
+    for low, high, used in spoilt:
+        if new.high <= low or high <= new.low:
+            yield low, high, used
+        elif not new.writes:
+            used(str(new))
+        else:
+            yield from ((a, b, used) for a, b in ((low, new.low), (new.high, high)) if a < b)
 
 
 def disagreements(launches: Sequence[dict[str, list[str]]]) -> Iterator[Finding]:

@@ -159,7 +159,8 @@ def transferred(paper: Paper, waits: bool) -> None:
     if waits:
         task.wait()
     x.zero_()
-    task.wait()
+    task.wait_on_host()
+    there.sum()
 
 
 RACES: dict[Callable[[Paper, bool], None], str] = {
@@ -195,6 +196,31 @@ def test_record_stream_delays_the_reuse_of_a_buffer() -> None:
         del y
 
     assert kinds(run) == []
+
+
+@pytest.mark.parametrize(("used", "found"), [("never", 0), ("before", 1), ("after", 1), ("rewritten", 0)])
+def test_a_write_under_a_copy_to_the_host_matters_where_the_copy_is_used(used: str, found: int) -> None:
+    def run(paper: Paper) -> None:
+        x, back, there = on_device(), on_device(), accelerator.page_locked(N, torch.float32, DEVICE)
+        down, up, ready = accelerator.new_stream(DEVICE), accelerator.new_stream(DEVICE), accelerator.record(DEVICE)
+        assert down is not None and up is not None and ready is not None
+        with accelerator.inside(down):
+            accelerator.wait_in_stream(DEVICE, ready)
+            there.copy_(x, non_blocking=True)
+            copied = down.record_event()
+        if used == "before":
+            with accelerator.inside(up):
+                accelerator.wait_in_stream(DEVICE, copied)
+                back.copy_(there, non_blocking=True)
+        x.zero_()
+        accelerator.synchronize(DEVICE)
+        if used == "rewritten":
+            there[: N // 2].zero_()
+            there[N // 2 :].zero_()
+        if used in ("after", "rewritten"):
+            there.sum()
+
+    assert kinds(run) == ["write while a reader may still run"] * found
 
 
 def test_disjoint_halves_of_a_buffer_do_not_race() -> None:

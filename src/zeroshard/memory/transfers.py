@@ -4,7 +4,7 @@ The caller that needs the result of a task waits for it, and only then; the runn
 missing wait is a wrong number under a runner of tests that is late, on any machine, and not a rare error on a GPU.
 
 [Note: a copy in flight] From `copy` until its `wait` returns, the source may be neither changed nor freed, and the
-destination not read. Tasks hold both.
+destination not read; a change of the source spoils the copy, and matters only if that is read. Tasks hold both.
 
 [Note: exposed seconds] Seconds for which the main thread waited for a task. Where it waited for a chain (an
 update that waited for its gradients), each task of the chain gets the part in which it ran.

@@ -7,7 +7,8 @@ A copy moves a region (`storages`).
 
 [Note: changed in place] With hooks torch does not check whether a saved tensor was changed before the backward. So the
 version is recorded, and compared after the copy, or on reading if the tensor never left. As in torch itself, writes
-through `.data` are not detected.
+through `.data` are not detected. A backward that writes into its own saved tensor, as that of a fused loss scales its
+gradient, needs no wait for a copy under way: the write spoils a copy that the version keeps from being read.
 
 [Note: dropped graphs] Handles belong to the graph. When it drops them, with or without a backward, their memory is
 returned at once, or at the next `pack`, `unpack` or `settle` if a copy is pending: a graph may be dropped anywhere,
