@@ -1,8 +1,11 @@
 """What is in a checkpoint folder, read by json and safetensors alone, and back by ranges."""
 
+import gc
 import json
 import threading
+import weakref
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from zeroshard.checkpoint import (
     FORMAT,
     MANIFEST,
     CheckpointDisk,
+    Fetched,
     Notes,
     Reader,
     Slot,
@@ -146,6 +150,34 @@ def test_pieces_without_room_for_a_copy_stay_as_they_are() -> None:
     assert [piece.lasting for piece in snapshot.take(pieces, room=0)] == [True, True, False]  # in the same buffers
     assert all(piece.lasting for piece in snapshot.take(pieces, room=large.nbytes))
     assert ledger.account(Category.BUFFERS, "host").current == 2 * large.nbytes + 8
+
+
+@pytest.mark.parametrize("room", [0, 1000 * ALWAYS])
+def test_fetched_values_are_in_memory_one_part_at_a_time(room: int, tmp_path: Path) -> None:
+    fetched, made, reads = Fetched(), list[weakref.ref[torch.Tensor]](), list[int]()
+
+    def read(part: int) -> list[torch.Tensor]:
+        gc.collect()
+        assert sum(each() is not None for each in made) <= 1  # the last piece of the part before, while it is written
+        values = [torch.full((ALWAYS,), 10.0 * part + number) for number in range(3)]
+        made.extend(map(weakref.ref, values))
+        reads.append(part)
+        return values
+
+    stand_ins = [TensorPiece.whole("", torch.zeros(()).expand(ALWAYS))] * 3
+    pieces = [
+        replace(piece, name=f"weight:{part}.{number}")
+        for part in range(4)
+        for number, piece in enumerate(fetched.pieces(part, stand_ins, partial(read, part)))
+    ]
+    assert not reads and {piece.values.untyped_storage().nbytes() for piece in pieces} == {4}
+    step = order(tmp_path, 5, CheckpointDisk())
+    step.pieces = Snapshot(Ledger()).take(pieces, room)
+    assert {piece.lasting for piece in step.pieces} == {room > 0} and reads == [0, 1, 2, 3] * (room > 0)
+    write(step, Mesh(), Notes(Mesh(), "t"))
+    assert reads == [0, 1, 2, 3]
+    reader = Reader(step.path)
+    assert [reader.whole(piece.name)[0] for piece in pieces] == [10 * p + n for p in range(4) for n in range(3)]
 
 
 def test_training_waits_for_pieces_that_are_no_copies_alone(tmp_path: Path) -> None:

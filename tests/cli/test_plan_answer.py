@@ -54,9 +54,7 @@ def test_the_first_plan_has_a_reason_a_speed_and_its_trade() -> None:
     assert "3.6 hours per billion tokens" in lines(exact)
     assert why_first([exact, rounded]) == "Plan 1 is first because it is the fastest that changes no result."
     assert "other results by adamw8bit" in lines(rounded) and "--optimizer adamw8bit" in lines(rounded)
-    tight = replace(
-        exact, host={"optimizer states": GIB}, host_bytes=3 * GIB, host_capacity_bytes=2 * GIB, saves_in_place=True
-    )
+    tight = replace(exact, host={"optimizer states": GIB}, host_bytes=3 * GIB, host_capacity_bytes=2 * GIB)
     assert tight.fits and "1.00 GiB of host memory on each node" in lines(tight)
     assert "training waits for each checkpoint" in lines(tight)
 

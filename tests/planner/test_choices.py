@@ -54,6 +54,9 @@ def test_what_is_offloaded_leaves_the_share_that_stays() -> None:
     half = choices_of(Plan(zero=2, offload=Offload("optimizer", fraction=0.5))).offloading
     assert half.least_bytes(STATES, 1) == 1100 * 4 + (500 - 300) * (4 + 0 + 8)
     assert not half.alike and not half.exhausted and half.reach == (1, 0.5)
+    whole = choices_of(Plan(zero=2, offload=Offload("optimizer"))).offloading
+    sentences = [[remedy.sentence for remedy in one.remedies(2)] for one in (half, whole)]
+    assert not whole.exhausted and "larger" in sentences[0][0] and "optimizer,parameters" in sentences[1][0]
     streamed = choices_of(Plan(zero=3, offload="optimizer,parameters")).offloading
     assert streamed.least_bytes(STATES, 1) == 300 * 4
     assert streamed.exhausted and streamed.resort == "offload"

@@ -11,7 +11,7 @@ from zeroshard.checkpoint.manifest import DTYPES, FORMAT, MANIFEST
 from zeroshard.checkpoint.reader import Reader
 from zeroshard.checkpoint.stream import Slot, write_tensors
 from zeroshard.checkpoint.weights import WeightFiles
-from zeroshard.checkpoint.writer import Meeting, Notes, Saving, Snapshot, TensorPiece
+from zeroshard.checkpoint.writer import Fetched, Meeting, Notes, Saving, Snapshot, TensorPiece
 
 __all__ = [
     "DTYPES",
@@ -19,6 +19,7 @@ __all__ = [
     "MANIFEST",
     "Box",
     "CheckpointDisk",
+    "Fetched",
     "Meeting",
     "Notes",
     "Reader",

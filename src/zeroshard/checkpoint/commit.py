@@ -112,7 +112,7 @@ def _values(order: WriteOrder, pieces: list[TensorPiece]) -> Iterator[torch.Tens
     for number, piece in enumerate(pieces):
         if number > last:
             order.written.set()
-        yield piece.values
+        yield piece.present
 
 
 def _commit(order: WriteOrder, parts: list[list[Any]]) -> str | None:

@@ -13,8 +13,9 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -38,7 +39,9 @@ class TensorPiece:
     """The values of one box of the tensor `name` of shape `shape`, in the shape of the box; a view, of any strides.
 
     Attributes:
+        values: of a piece with `fetch`, a stand-in of the same dtype, shape and device.
         lasting: whether later steps leave the values as they are.
+        fetch: reads or converts the values.
     """
 
     name: str
@@ -46,6 +49,12 @@ class TensorPiece:
     box: Box
     values: torch.Tensor
     lasting: bool = False
+    fetch: Callable[[], torch.Tensor] | None = None
+
+    @property
+    def present(self) -> torch.Tensor:
+        """The values, which are fetched if they are not in memory."""
+        return self.values if self.fetch is None else self.fetch()
 
     @classmethod
     def whole(cls, name: str, values: torch.Tensor) -> "TensorPiece":
@@ -53,11 +62,41 @@ class TensorPiece:
         return cls(name, tuple(values.shape), Box.whole(tuple(values.shape)), values)
 
 
+class Fetched:
+    """The values of parts whose states are on a disk, or in memory in another form than a checkpoint's.
+
+    Those of one part are held at a time, until each is fetched or one of another part is.
+    """
+
+    def __init__(self) -> None:
+        self._part, self._held = -1, dict[int, torch.Tensor]()
+
+    def pieces(
+        self, part: int, stand_ins: Iterable[TensorPiece], read: Callable[[], Sequence[torch.Tensor]]
+    ) -> Iterator[TensorPiece]:
+        """Pieces of a part that fetch their values.
+
+        Args:
+            stand_ins: the pieces, with values of which nothing but dtype, shape and device is used.
+            read: the values of all, in the same order.
+        """
+        for number, piece in enumerate(stand_ins):
+            values = torch.empty((), dtype=piece.values.dtype, device=piece.values.device).expand(piece.values.shape)
+            yield replace(piece, values=values, fetch=partial(self._fetch, part, number, read))
+
+    def _fetch(self, part: int, number: int, read: Callable[[], Sequence[torch.Tensor]]) -> torch.Tensor:
+        if part != self._part or number not in self._held:
+            self._held = {}  # before the next are read
+            self._part, self._held = part, dict(enumerate(read()))
+        return self._held.pop(number)
+
+
 class Snapshot:
     """Copies of a rank's pieces on the host, in buffers that all checkpoints reuse.
 
     [Note: copies in short memory] Copies of all states may need more host memory than is free. Pieces that find no room
-    stay as they are: the thread writes them first, and training waits for them alone. So a checkpoint holds the states
+    stay as they are: the thread writes them first, and training waits for them alone. Of states on a disk, or in fewer
+    bits, the values of one part are in memory at a time (`Fetched`). So a checkpoint holds the states
     of one step with any amount of memory, and the wait is as long as the missing memory is large.
     """
 
@@ -74,7 +113,7 @@ class Snapshot:
         before, self._buffers = self._buffers, {}
         copies, devices = [], set[torch.device]()
         for piece in pieces:
-            values = piece.values.detach()
+            values = piece.values
             devices.add(values.device)
             buffer = before.pop((piece.name, piece.box), None)
             if buffer is None or (buffer.dtype, buffer.numel()) != (values.dtype, values.numel()):
@@ -85,9 +124,9 @@ class Snapshot:
                 self._enter(None, values)
                 room -= values.nbytes
                 buffer = accelerator.page_locked(values.numel(), values.dtype, values.device)
-            buffer.view(values.shape).copy_(values, non_blocking=True)
+            buffer.view(values.shape).copy_(piece.present.detach(), non_blocking=True)
             self._buffers[piece.name, piece.box] = buffer
-            copies.append(replace(piece, values=buffer, lasting=True))
+            copies.append(replace(piece, values=buffer, lasting=True, fetch=None))
         for buffer in before.values():
             self._enter(buffer, None)
         for device in devices:

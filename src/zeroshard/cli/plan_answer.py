@@ -99,7 +99,7 @@ def _speed(best: Prediction, task: TrainingTask, machines: Machines) -> Iterator
     if best.tokens_per_second:
         yield f"{1e9 / best.tokens_per_second / 3600:,.1f} hours per billion tokens"
     if best.waits_for_checkpoints:
-        yield "training waits for each checkpoint"
+        yield "training waits for each checkpoint, as with save(wait=True)"
     yield from (f"other results by {change}" for change in changes(best))
 
 

@@ -639,6 +639,11 @@ class Engine:
         return self._state.nbytes
 
     @property
+    def fetched_nbytes(self) -> int:
+        """Bytes that a checkpoint takes in host memory at least, for states on a disk or in fewer bits."""
+        return self._state.fetched_nbytes
+
+    @property
     def order(self) -> dict[str, list[str]]:
         """Under ZeRO 3, the units in the order in which each kind of pass gathers them; recorded in the first step."""
         return self._assembly.gatherer.orders

@@ -5,16 +5,19 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from zeroshard.access.editing import WholeTensors
 from zeroshard.access.given import GivenWeights, LoadedKeys, check_same, shared
 from zeroshard.checkpoint import (
     Box,
+    Fetched,
     Meeting,
     Notes,
     Reader,
@@ -281,14 +284,36 @@ class State:
         """Bytes of this rank's part of a checkpoint."""
         return sum(piece.values.nbytes for piece in self._pieces())
 
+    @property
+    def fetched_nbytes(self) -> int:
+        """Bytes that a checkpoint takes in host memory at least: the largest part that is fetched for it."""
+        parts = (part for part in self._counted if not part.updater.as_saved)
+        return max(
+            (sum(p.values.nbytes for p in self._pieces_of(part, part.weights.rank)) for part in parts), default=0
+        )
+
+    @property
+    def _counted(self) -> list[Part]:
+        return [part for part in self._parts.all if part.place.counted]
+
     def _pieces(self) -> Iterator[TensorPiece]:
         """This rank's slice of every tensor, under each stage of ZeRO."""
-        for part in (part for part in self._parts.all if part.place.counted):
+        fetched = Fetched()
+        for number, part in enumerate(self._counted):
+            pieces = self._pieces_of(part, part.weights.rank)
+            if not part.updater.as_saved:
+                yield from fetched.pieces(number, pieces, partial(self._read_part, part))
+                continue
             with part.updater.at_hand():
-                yield from self._pieces_of(part, part.weights.rank)
+                yield from pieces
         yield from self.buffers.pieces()
         for name, state in rng.streams(self._world.mesh.device):
             yield TensorPiece.whole(f"rng:{name}", state)
+
+    def _read_part(self, part: Part) -> list[torch.Tensor]:
+        """The values of the pieces of a part; of states on the disk copies."""
+        with part.updater.at_hand():
+            return [piece.values for piece in self._pieces_of(part, part.weights.rank)]
 
     def _pieces_of(self, part: Part, rank: int) -> Iterator[TensorPiece]:
         index, updater = part.flat.index, part.updater

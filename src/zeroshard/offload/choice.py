@@ -49,18 +49,13 @@ class Offloading(Choice):
 
     @property
     def exhausted(self) -> bool:
-        """Whether all states are offloaded: no plan offloads more, so it is rehearsed for the smallest budget."""
-        return bool(self.parts) and self.policy.fraction == 1
+        """Whether all states are offloaded, parameters too: it is rehearsed for the smallest budget."""
+        return self.policy.parameters and self.policy.fraction == 1
 
     @property
     def alike(self) -> bool:
         """Whether all blocks are offloaded alike; not with a share of the states."""
         return not (self.policy.optimizer and self.policy.fraction < 1)
-
-    @property
-    def saves_in_place(self) -> bool:
-        """Not from a disk, or from moments in fewer bits, which checkpoints hold in fp32."""
-        return self.policy.disk is None and self.policy.moments == "fp32"
 
     @property
     def changes(self) -> tuple[str, ...]:
@@ -108,9 +103,12 @@ class Offloading(Choice):
         return int(kept / states.slices)
 
     def remedies(self, ranks: int) -> Iterator[Remedy]:
-        """A larger share."""
-        if self.parts:
+        """A larger share, then the parameters too."""
+        if self.parts and self.policy.fraction < 1:
             yield Remedy("A larger offload.fraction would leave less.", {}, ranks, certain=True)
+        elif self.parts and not self.policy.parameters:
+            streamed = {"zero": 3, "offload": "optimizer,parameters"}
+            yield Remedy("offload=optimizer,parameters under zero 3 would hold them.", streamed, ranks)
 
     def on_host(self, usual: str) -> str:
         """The phrase for offloaded bytes and checkpoints."""

@@ -161,6 +161,11 @@ class HostAdam(HostUpdater):
         self._updates.speculations.undo(ahead)
         return 1
 
+    @property
+    def as_saved(self) -> bool:
+        """Not on a disk, nor with moments in fewer bits than a checkpoint's."""
+        return not self._host_slice.on_disk and self._host_slice.form.moments == "fp32"
+
     def settle(self) -> None:
         """Wait until the states are written."""
         self._host_slice.settle()
@@ -197,8 +202,8 @@ class HostAdam(HostUpdater):
         return {key: self.exact(expanded(value)) for key, value in super().elements(span).items()}
 
     def exact(self, values: torch.Tensor) -> torch.Tensor:
-        """A part of `values` that outlives `at_hand`: a copy, where the slice is on the disk."""
-        return values.clone() if self._host_slice.on_disk else values
+        """A part of `values` that outlives `at_hand`: a copy, where the slice is on the disk and is read."""
+        return values.clone() if self._host_slice.on_disk and values.is_contiguous() else values
 
     def _per_element(self, value: Any, span: Span) -> bool:
         return isinstance(value, Blockwise) or super()._per_element(value, span)

@@ -77,6 +77,10 @@ class Updater(Protocol):
         """
 
     @property
+    def as_saved(self) -> bool:
+        """Whether values and states lie in memory in the form of a checkpoint."""
+
+    @property
     def lost(self) -> str | None:
         """The reason why the next update would undo a write into the parameters; None if it would not."""
 

@@ -124,11 +124,6 @@ class Choice:
         return True
 
     @property
-    def saves_in_place(self) -> bool:
-        """Whether states lie in memory in the form of a checkpoint, which then needs no copies."""
-        return True
-
-    @property
     def beside_devices(self) -> bool:
         """True if device tensors count as host memory too (CPU ranks)."""
         return False

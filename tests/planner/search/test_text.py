@@ -56,7 +56,7 @@ def test_a_prediction_says_memory_time_wire_and_how_it_was_found() -> None:
     assert text[1].startswith("Memory: 15.00 GiB of 20.00 GiB at the peak on rank 0, 25% free: activations 6.00 GiB, ")
     assert text[2] == "Time: 420 ms per step, 78,019 tokens/s, bound by compute: compute 71%, wire 24%, optimizer 5%."
     assert text[3].startswith("Wire: 6.00 GiB per step on this rank: gather parameters 4.00 GiB, reduce gradients 2.00")
-    assert text[4] == "Host: 1.00 GiB on one node: a checkpoint's copy 1.00 GiB."
+    assert text[4] == "Host: 1.00 GiB on one node: a checkpoint's copy 1.00 GiB (none with save(wait=True))."
     assert "(engine)" in text[5] and "(rates)" in text[6]
     assert text[7:] == ["Mind the gap."]
 
@@ -74,7 +74,7 @@ def test_a_prediction_for_gpus_has_the_number_of_communicators() -> None:
 
 def test_host_memory_is_split_by_its_uses_with_their_switches() -> None:
     held = {"optimizer states": GIB, "gradients": GIB // 2, "buffers": 0}
-    p = prediction(host=held, node_ranks=2, host_bytes=5 * GIB, saves_in_place=True, host_capacity_bytes=4 * GIB)
+    p = prediction(host=held, node_ranks=2, host_bytes=5 * GIB, host_capacity_bytes=4 * GIB)
     assert p.host_parts == {"optimizer states": 2 * GIB, "gradients": GIB, COPY: 2 * GIB}
     assert sum(p.as_dict()["host_parts"].values()) == p.host_bytes
     assert p.fits and p.waits_for_checkpoints and p.host_needed_bytes == 3 * GIB
@@ -88,7 +88,6 @@ def test_host_memory_is_split_by_its_uses_with_their_switches() -> None:
     why, way_out = lacking(small)
     assert "3.00 GiB of each node's host memory" in why and "gradients 1.00 GiB (on their way to the update" in why
     assert way_out == "Nodes with 3.00 GiB of host memory would hold it."
-    assert replace(p, saves_in_place=False).full == ["host"]
 
 
 def test_what_is_not_there_is_not_mentioned() -> None:

@@ -34,6 +34,11 @@ class Untrained:
     separate = False
 
     @property
+    def as_saved(self) -> bool:
+        """The optimizer has them in this form."""
+        return True
+
+    @property
     def leaves(self) -> tuple[Arena | None, int]:
         """An update allocates nothing."""
         return None, 0

@@ -71,7 +71,6 @@ def put_together(
         communicators=communicators,
         communicator_bytes=communicators * device.communicator_bytes,
         node_ranks=per_node,
-        saves_in_place=all(choice.saves_in_place for choice in choices),
     )
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from zeroshard.plan import Plan
 from zeroshard.planner.choices import choices_of
 from zeroshard.planner.predict.rehearse import Rehearsed, TrainingTask, highest_of
-from zeroshard.planner.predict.result import TEMPORARIES, Span
+from zeroshard.planner.predict.result import FETCHED, TEMPORARIES, Span
 from zeroshard.planner.predict.shallow import FEW, Stack, deepen
 from zeroshard.schedule.simulate import TIMES, medians
 
@@ -106,7 +106,9 @@ def numbers_of(one: Rehearsed, more: int) -> dict[str, float]:
         numbers[f"wire/{purpose}"] = nbytes + (more * each.wire.get(purpose, 0) if each and more else 0)
     for cause, seconds in one.spent.items():
         numbers[f"spent/{cause}"] = seconds + (more * each.spent.get(cause, 0.0) if each and more else 0.0)
-    numbers |= {f"host/{category}": nbytes for category, nbytes in one.host.items()}
+    numbers |= {
+        f"host/{category}": nbytes for category, nbytes in {**one.host, FETCHED: one.sizes[2]}.items() if nbytes
+    }
     numbers |= {f"cost/{TIMES[kind]}/{c}": s for (kind, c), s in medians([one.spans]).items() if kind in TIMES if s}
     actions = sum(end - start for _, start, end in one.spans)
     kept = {"snapshot": one.sizes[0], "disk": one.disk_nbytes}

@@ -128,8 +128,9 @@ class Rehearsed:
         spent: seconds of the last step, by cause.
         spans: actions of the last step.
         split: first layers of all chunks but the first.
-        sizes: bytes of a copy of the states, as a checkpoint on its way to the disk holds it; and of the batch itself,
-            which is among the temporaries.
+        sizes: bytes of a copy of the states, as a checkpoint on its way to the disk holds it; of the batch itself,
+            which is among the temporaries; and of the largest part that a checkpoint reads or converts before it is
+            written.
         per_microbatch: cost of one more microbatch; None with fewer than three.
         host: bytes by category that are kept in host memory, in whole pages, after the last step.
         disk_nbytes: bytes on the disk.
@@ -149,7 +150,7 @@ class Rehearsed:
     spans: tuple[Span, ...]
     split: tuple[str, ...]
     events: tuple[Event, ...]
-    sizes: tuple[int, int]
+    sizes: tuple[int, int, int]
     per_microbatch: "PerMicrobatch | None" = None
     host: Mapping[str, int] = field(default_factory=dict)
     disk_nbytes: int = 0
@@ -278,7 +279,7 @@ class _Run:
             tuple(trace.actions),
             engine.split,
             tuple(_thin(events)),
-            (engine.checkpoint_nbytes, _nbytes(self._batch)),
+            (engine.checkpoint_nbytes, _nbytes(self._batch), engine.fetched_nbytes),
             self._per_microbatch(),
             engine.ledger.snapshot("host"),
             engine.ledger.total("disk"),

@@ -13,6 +13,7 @@ from zeroshard.schedule import Action
 Mode = Literal["fake", "shallow-real", "estimate"]
 TimeMode = Literal["roofline", "shallow-real", "estimate"]
 CAUSES = ("compute", "optimizer", "wire", "host link", "host update", "disk", "bubble")
+FETCHED = "a checkpoint's values"  # in host memory, of one part whose states are on a disk or in fewer bits
 COPY = "a checkpoint's copy"  # in host memory, of the states on their way to the disk
 TEMPORARIES = "temporaries"  # bytes of torch at the peak outside of the ledger
 Span = tuple[Action, float, float]
@@ -40,7 +41,6 @@ class Prediction:
         host_bytes: on one node, of all its ranks: what is offloaded, and the copies of a checkpoint on its way to the
             disk.
         node_ranks: ranks of one node.
-        saves_in_place: whether a checkpoint that finds no room for its copies can be written without them.
         host_capacity_bytes: bytes of the node for them; None is no limit.
         wire_bytes: by purpose, of this rank in one step, by the paper's count (an all-gather counts its result).
         causes: seconds of one step by what they are spent on; their sum is `seconds`.
@@ -74,7 +74,6 @@ class Prediction:
     owners: str = ""
     communicators: int = 0
     communicator_bytes: int = 0
-    saves_in_place: bool = False
     node_ranks: int = 1
     optimizer: str = ""
 
@@ -86,13 +85,13 @@ class Prediction:
 
     @property
     def host_needed_bytes(self) -> int:
-        """Bytes without which the plan does not work: `host_bytes` without copies that can be left out."""
-        return self.host_bytes - (self.host_parts[COPY] if self.saves_in_place else 0)
+        """Bytes without which the plan does not work: `host_bytes` without copies, which can be left out."""
+        return self.host_bytes - self.host_parts[COPY]
 
     @property
     def waits_for_checkpoints(self) -> bool:
         """Whether host memory holds the plan, but not with whole copies of a checkpoint beside it."""
-        return self.saves_in_place and self.host_bytes > self._host_capacity
+        return self.host_bytes > self._host_capacity
 
     @property
     def _host_capacity(self) -> float:
@@ -159,7 +158,6 @@ class Prediction:
             "host_parts": self.host_parts,
             "host_needed_bytes": self.host_needed_bytes,
             "node_ranks": self.node_ranks,
-            "saves_in_place": self.saves_in_place,
             "waits_for_checkpoints": self.waits_for_checkpoints,
             "optimizer": self.optimizer,
             "host_capacity_bytes": self.host_capacity_bytes,

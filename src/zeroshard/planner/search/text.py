@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from zeroshard.memory.ledger import Category
 from zeroshard.plan import Plan
 from zeroshard.planner.choices import choices_of
-from zeroshard.planner.predict.result import COPY, Prediction, Refusal
+from zeroshard.planner.predict.result import COPY, FETCHED, Prediction, Refusal
 from zeroshard.planning.questions import LeftOut
 from zeroshard.text import format_bytes
 
@@ -22,6 +22,7 @@ SWITCHES = {  # of the parts of host memory
     "optimizer states": "offload=optimizer",
     "activations": "offload=activations",
     "buffers": "pages of transfers, and of updates ahead of their verdict with offload.speculate",
+    FETCHED: "one part's, as it is written",
     COPY: "none with save(wait=True)",
 }
 TIME_MODES = {
@@ -134,9 +135,8 @@ def lacking(prediction: Prediction) -> tuple[str, str]:
 def host_parts(prediction: Prediction) -> str:
     """The bytes of one node's host memory by use, the most first, each with its switch."""
     parts = sorted(prediction.host_parts.items(), key=lambda part: -part[1])
-    switches = {**SWITCHES, COPY: SWITCHES[COPY] if prediction.saves_in_place else ""}
     return ", ".join(
-        f"{name} {format_bytes(n)}" + (f" ({switches[name]})" if switches.get(name) else "") for name, n in parts if n
+        f"{name} {format_bytes(n)}" + (f" ({SWITCHES[name]})" if name in SWITCHES else "") for name, n in parts if n
     )
 
 
