@@ -467,3 +467,14 @@ def test_what_offload_cannot_do_is_refused() -> None:
         model = Deep(2, 2**20)
     with pytest.raises(BudgetExceeded, match="host memory"):
         zs.Engine(model, ADAMW, zs.Plan(offload="optimizer,parameters", zero=3))
+
+
+@pytest.mark.parametrize("way", ["optimizer", "streamed"])
+def test_host_memory_does_not_grow_with_microbatches(way: str) -> None:
+    held = []
+    for microbatches in (2, 8):
+        plan = zs.Plan.from_dict({**WAYS[way], "precision": "bf16", "microbatches": microbatches})
+        engine = zs.Engine(build("Plain", 0), ADAMW, plan)
+        take_steps(engine, 3)
+        held.append(engine.ledger.snapshot("host"))
+    assert held[0] == held[1] and held[0]["buffers"]

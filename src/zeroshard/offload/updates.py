@@ -75,7 +75,7 @@ class HostSum:
         self._norm: torch.Tensor | None = None
         self._scratch: torch.Tensor | None = None
         self._leaving: Task | None = None
-        self._slots: list[torch.Tensor] = []
+        self._slot: torch.Tensor | None = None  # of the last mean that is added from it
         self._reader: Task | None = None
         self.on_put: Callable[[], None] = lambda: None
 
@@ -141,7 +141,9 @@ class HostSum:
             self._tasks.append(task)
             self.on_put()
             return task
-        slot = self._host.borrow(mean.nbytes)
+        if self._slot is not None:  # its mean was added while the device computed the next
+            self._empty()
+        self._slot = slot = self._host.borrow(mean.nbytes)
         on_host = slot.view(mean.dtype)
         task = self._link.copy(mean, on_host, Purpose.GRADIENTS_DOWN, label, padding=self._padding)
         into, first = self.sum, self._puts == 1
@@ -149,7 +151,6 @@ class HostSum:
         def add() -> None:
             into.copy_(on_host) if first else into.add_(on_host)
 
-        self._slots.append(slot)
         self._tasks.append(
             self._link.run(add, UPDATE, f"sum of {label}", mean.nbytes, [task, *self._tasks[-1:], *after])
         )
@@ -223,9 +224,9 @@ class HostSum:
         for task in self._tasks:
             task.wait_on_host()
         self._tasks.clear()
-        for slot in self._slots:
-            self._host.give_back(slot)
-        self._slots.clear()
+        if self._slot is not None:
+            self._host.give_back(self._slot)
+            self._slot = None
 
     def _slab(self) -> torch.Tensor:
         numel, label = self._numel, f"gradients of {self._flat.label}"

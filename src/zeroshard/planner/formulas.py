@@ -15,7 +15,6 @@ MASTER = {2: 4, 4: 0}  # bytes of a parameter's master weight, by those of the p
 MOMENTS = 8  # bytes of Adam's states of a parameter
 SUMS = 4  # bytes of an element of the gradients that wait for their reduction
 LOGITS = {False: 11.6, True: 7.1}  # bytes of each logit that exists, whole or of a chunk, in 16 bits with fp32 losses
-ADDED_ON_HOST = 10  # bytes of a parameter there, for the gradients of several microbatches and their sums
 CHUNK = 1024  # rows of a chunk
 
 
@@ -191,7 +190,9 @@ def _activations(shape: ModelShape, step: StepSize, arranged: Arrangement, micro
 def _host_bytes(shape: ModelShape, step: StepSize, machines: Machines, arranged: Arrangement, adds: bool) -> float:
     """Master weights, moments, gradients until their update, and the weights that come and go."""
     each = MASTER[step.width] or step.width
-    kept = (each + MOMENTS + ADDED_ON_HOST * adds) * min(arranged.hosted, 1) + step.width * arranged.hosted
+    new_weights = step.width * (arranged.hosted == 1 and step.width == 2)  # those in 16 bits leave fp32 sums no room
+    added = (SUMS + new_weights) * adds
+    kept = (each + MOMENTS + added) * min(arranged.hosted, 1) + step.width * arranged.hosted
     return kept * shape.parameters / machines.count * min(machines.count, machines.per_node)
 
 

@@ -21,7 +21,7 @@ from zeroshard.offload import choice as offload
 from zeroshard.optim.host.states import code_map
 from zeroshard.planner.predict.predict import predict
 from zeroshard.planner.predict.rehearse import Rehearsed, TrainingTask, rehearse
-from zeroshard.planner.predict.result import COPY, Found
+from zeroshard.planner.predict.result import COPY, FETCHED, Found
 from zeroshard.planner.search import search as searching
 from zeroshard.planner.search.auto import best_plans
 from zeroshard.planner.search.search import search
@@ -201,7 +201,9 @@ def test_all_ranks_of_a_node_share_its_host() -> None:
     assert predict(quick(4), zs.Plan.from_dict(STATES), smaller, 1).full == ["host"]
     eight = zs.Plan.from_dict({**STATES, "offload.moments": "8bit"})
     narrow = predict(quick(4), eight, machines, 1)
-    assert predict(quick(4), eight, replace(machines, host_memory=narrow.host_bytes - 1), 1).full == ["host"]
+    assert narrow.host_parts[FETCHED] == 2 * narrow.host[FETCHED] > 0 and FETCHED not in found.host_parts
+    assert predict(quick(4), eight, replace(machines, host_memory=narrow.host_bytes - 1), 1).waits_for_checkpoints
+    assert predict(quick(4), eight, replace(machines, host_memory=narrow.host_needed_bytes - 1), 1).full == ["host"]
 
 
 def test_on_cpus_what_is_offloaded_lies_beside_the_devices_memory() -> None:
