@@ -30,9 +30,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ranks import LaunchError, answer, circumstances, launch
+from ranks import DEEPSPEED_ENV, LaunchError, answer, circumstances, launch
 
-DEEPSPEED_ENV = {"DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0"}
 BARS = {"fp32": 0.001, "bf16": 0.01}  # of our own models without values
 SHALLOW_BAR = 0.01
 Row = dict[str, Any]

@@ -40,8 +40,7 @@ from pathlib import Path
 from typing import Any
 
 from peer_engines import SHAPES, WARM, Case, Trial
-from peers import DEEPSPEED_ENV
-from ranks import LaunchError, answer, circumstances, cpu_seconds, launch
+from ranks import DEEPSPEED_ENV, LaunchError, answer, circumstances, cpu_seconds, launch
 
 FULL = {"sizes": "25M,100M", "tokens": "1,64", "rounds": 5, "steps": 12}
 QUICK = {"sizes": "25M", "tokens": "1", "rounds": 2, "steps": 6}

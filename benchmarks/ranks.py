@@ -22,6 +22,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+DEEPSPEED_ENV = {"DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0"}  # of its processes on CPUs
 GRACE = 5.0  # seconds between the first failure and the end of the other ranks
 MARK = "RESULT "  # begins the one line by which a launched process answers
 CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
