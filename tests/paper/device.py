@@ -11,7 +11,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest.mock import patch
@@ -26,6 +26,7 @@ from zeroshard.comm.hang_detector import DeviceDetector
 from zeroshard.memory.disk import Disk
 from zeroshard.memory.host import HostMemory
 from zeroshard.memory.ledger import Arena, Category, Ledger
+from zeroshard.optim.host import states
 from zeroshard.platform import accelerator, transport
 
 DEVICE, HOST = torch.device("cuda", 0), torch.device("cpu")
@@ -143,11 +144,13 @@ class Paper:
 
     def __exit__(self, kind: object, *error: object) -> None:
         gc.collect()
-        for thread in self.threads:
-            thread.join(LAST if kind is None else 0)
-            assert kind is not None or not thread.is_alive(), f"{thread.name} goes on: drop its engine first"
-        self._stack.close()
-        self._references.clear()
+        try:
+            for thread in self.threads:
+                thread.join(LAST if kind is None else 0)
+                assert kind is not None or not thread.is_alive(), f"{thread.name} goes on: drop its engine first"
+        finally:
+            self._stack.close()
+            self._references.clear()
 
     def watching(self) -> Noting:
         """The mode in which this thread's operations are noted."""
@@ -282,6 +285,7 @@ class Paper:
             ),  # events end only by waits
             (transport, "_is_closed_to", lambda group, tensor: False),  # messages are NCCL's
             (torch, "Generator", _Generator),
+            (states, "map_on", cache(states.map_on.__wrapped__)),  # else tensors of an earlier device of paper
             (Ledger, "empty", self._naming(Ledger.empty, 4)),
             (HostMemory, "slab", self._naming(HostMemory.slab, 3)),
             (Arena, "take", self._naming(Arena.take, 2, "scratch for ")),

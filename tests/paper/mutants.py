@@ -103,10 +103,7 @@ def put_in(mutant: Mutant) -> Iterator[None]:
 
 
 def reports(mesh: zs.Mesh, mutant: Mutant, plan: str) -> str:
-    """The first finding under a plan, or the error; empty if nothing was found."""
+    """The first finding under a plan; empty if nothing was found. Errors of the run are raised."""
     with put_in(mutant):
-        try:
-            seen = run(mesh, PLANS[plan])
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
+        seen = run(mesh, PLANS[plan])
     return seen.findings[0].partition("\n")[0] if seen.findings else ""

@@ -68,6 +68,7 @@ TWO: dict[str, Settings] = {
     "zero 2, two microbatches": {"zero": 2, "microbatches": 2, "clip_norm": 0.5},
     "zero 3, blocks": {"zero": 3, "recompute": "blocks"},
     "optimizer on the host, two ranks": {"offload": "optimizer", "clip_norm": 0.5},
+    "optimizer on the host, zero 3": {"zero": 3, "offload": "optimizer"},
     "everything on the host, two ranks": {"zero": 3, "offload": "optimizer,parameters,activations"},
     "tensor parallel": {"tensor_parallel": 2},
     "tensor parallel, zero 3, selective": {"tensor_parallel": 2, "zero": 3, "recompute": "selective"},
@@ -100,6 +101,12 @@ FOUR: dict[str, Settings] = {
         "MACHINES": True,
     },
     "stages and tensor parallel": {STAGES: 2, "tensor_parallel": 2, "microbatches": 2},
+    "stages and tensor parallel, whole sequences": {
+        STAGES: 2,
+        "tensor_parallel": 2,
+        "tensor_parallel.sequence": False,
+        "microbatches": 2,
+    },
 }
 RANKS = {**dict.fromkeys(ALONE, 1), **dict.fromkeys(TWO, 2), **dict.fromkeys(FOUR, 4)}
 PLANS = {**ALONE, **TWO, **FOUR}

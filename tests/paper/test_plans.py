@@ -43,6 +43,7 @@ WAITS: dict[str, tuple[int, ...]] = {
     "zero 2, two microbatches": (1, 1),
     "zero 3, blocks": (3, 3),
     "optimizer on the host, two ranks": (4, 4),
+    "optimizer on the host, zero 3": (6, 6),
     "everything on the host, two ranks": (6, 6),
     "tensor parallel": (2, 2),
     "tensor parallel, zero 3, selective": (4, 4),
@@ -62,6 +63,7 @@ WAITS: dict[str, tuple[int, ...]] = {
     "groups of two": (4, 4, 4, 4),
     "experts on two machines": (7, 4, 4, 4),
     "stages and tensor parallel": (2, 2, 3, 3),
+    "stages and tensor parallel, whole sequences": (2, 2, 3, 3),
 }
 
 

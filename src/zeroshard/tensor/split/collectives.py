@@ -146,10 +146,6 @@ class Summing:
             self._both = None
         return self._x
 
-    def wait(self) -> None:
-        """Wait until x is overwritten."""
-        self.result()
-
 
 class Gathering:
     """A pending gather."""
