@@ -22,6 +22,7 @@ WORLD = 4
 SIZES = (2, 3, 4)
 TIMEOUT = 20.0  # seconds that a collective may wait inside a test
 PATIENCE = 240.0  # seconds that a whole test function may take on a machine that is busy with other things
+GROUPS = 1000  # most process groups that one test makes: their names are not used again
 STARTING = 240.0  # seconds that the workers may take to start
 # What copies need not import again; torch imports its compiler where the first optimizer is made, in 1.5 s.
 IMPORTED = [
@@ -182,7 +183,7 @@ def _start_groups_afresh(names: _Names, kept: set[Any], number: int) -> None:
     if len(_ENDED) > MANY:
         gc.collect()  # engines of past tests, which hold their meshes in rings
         gc.freeze()  # what is left are imports, which the next collection need not look through
-    names.more += max(0, 100 + 20 * number - len(names))  # workers are in groups of different numbers
+    names.more += max(0, GROUPS * number - len(names))  # workers are in groups of different numbers
 
 
 def _share_a_device() -> None:

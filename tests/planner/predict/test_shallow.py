@@ -247,8 +247,7 @@ def test_a_timed_prediction_is_of_real_steps() -> None:
     assert found.memory == predict(task(), zs.Plan(zero=0), ALONE, 4, deep=True).memory
 
 
-def test_a_host_that_cannot_hold_a_checkpoint_is_a_refusal() -> None:
-    small = replace(PAIR, host_memory=10_000)
-    found = search(task(rows=2), small, plans=[(zs.Plan(zero=1), 1)])
-    assert not found.best
-    assert "host memory" in found.refused[0].why and "9.77 KiB" in found.refused[0].why
+def test_training_waits_for_checkpoints_where_the_host_has_no_room_for_copies() -> None:
+    for host, waits in ((10_000, True), (10_000_000, False)):
+        found = search(task(rows=2), replace(PAIR, host_memory=host), plans=[(zs.Plan(zero=1), 1)])
+        assert [one.as_dict()["waits_for_checkpoints"] for one in found.best] == [waits]
