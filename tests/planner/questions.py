@@ -73,7 +73,7 @@ class Question(NamedTuple):
 QUESTIONS = [
     Question("gpt2", "RTX3090", 1, None, True),
     Question("gpt2-xl", "RTX3090", 1, "32GiB", True),
-    Question("gpt2-xl", "RTX4090", 1, "16GiB", False),
+    Question("gpt2-xl", "RTX4090", 1, "16GiB", True),
     Question("gpt2-xl", "A100-40", 1, None, True),
     Question("gpt2-xl", "A100-80", 8, None, True),
     Question("qwen-0.5b", "RTX3090", 1, None, True),

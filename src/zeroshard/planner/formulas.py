@@ -106,8 +106,8 @@ class Arrangement:
     """Where a plan keeps the states, and how often it computes a forward.
 
     Attributes:
-        slices: parts of the weights, of the gradients and of the optimizer's states on the device: 1 whole, the number
-            of ranks ("N"), or none of them on the device (0).
+        slices: of the weights, of the gradients and of the optimizer's states on the device: "1" all, "N" one of as
+            many slices as ranks, "half" a half, "0" none.
         gathered: copies of the largest block that are gathered, with one of the rest of the model.
         hosted: copies of the weights in host memory; with any, the optimizer's states are there.
         forwards: computed for each backward.
@@ -118,7 +118,7 @@ class Arrangement:
     description: str
     slices: tuple[str, str, str]
     gathered: int = 0
-    hosted: int = 0
+    hosted: float = 0
     forwards: int = 1
     passes: int = 2
     alone: bool = False
@@ -131,12 +131,18 @@ ARRANGEMENTS = (
     Arrangement("zero 3", ("N", "N", "N"), gathered=1, passes=3),
     Arrangement("zero 0, recompute", ("1", "1", "1"), forwards=2, alone=True),
     Arrangement("zero 3, recompute", ("N", "N", "N"), gathered=1, passes=3, forwards=2),
+    Arrangement("zero 2, offload optimizer 50%", ("1", "half", "half"), hosted=0.5, alone=True),
+    Arrangement("zero 2, offload optimizer 50%, recompute", ("1", "half", "half"), hosted=0.5, forwards=2, alone=True),
     Arrangement("zero 2, offload optimizer", ("1", "0", "0"), hosted=1, alone=True),
     Arrangement("zero 2, offload optimizer, recompute", ("1", "0", "0"), hosted=1, forwards=2, alone=True),
     Arrangement("zero 3, offload optimizer, recompute", ("N", "0", "0"), gathered=1, hosted=1, passes=3, forwards=2),
     Arrangement(
         "zero 3, offload optimizer + parameters, recompute",
-        *(("0", "0", "0"), 2, 2, 2, 3),
+        slices=("0", "0", "0"),
+        gathered=2,
+        hosted=2,
+        forwards=2,
+        passes=3,
         alone=True,
     ),
 )
@@ -168,7 +174,7 @@ def _rows(shape: ModelShape, step: StepSize, machines: Machines, arranged: Arran
 
 def device_bytes(shape: ModelShape, step: StepSize, ranks: int, arranged: Arrangement, microbatches: int) -> float:
     """Bytes at the peak of a rank: states, activations of one microbatch, the logits, and gradients on their way."""
-    shares = {"1": 1.0, "N": 1 / ranks, "0": 0.0}
+    shares = {"1": 1.0, "N": 1 / ranks, "half": 0.5, "0": 0.0}
     weights, gradients, updated = (shares[each] * shape.parameters for each in arranged.slices)
     states = step.width * (weights + gradients) + (MASTER[step.width] + MOMENTS) * updated
     gathered = step.width * (arranged.gathered * shape.largest + min(arranged.gathered, 1) * shape.rest)
@@ -190,7 +196,7 @@ def _activations(shape: ModelShape, step: StepSize, arranged: Arrangement, micro
 def _host_bytes(shape: ModelShape, step: StepSize, machines: Machines, arranged: Arrangement, adds: bool) -> float:
     """Master weights, moments, gradients until their update, and the weights that come and go."""
     each = MASTER[step.width] or step.width
-    new_weights = step.width * (arranged.hosted == 1 and step.width == 2)  # those in 16 bits leave fp32 sums no room
+    new_weights = step.width * (arranged.hosted <= 1 and step.width == 2)  # those in 16 bits leave fp32 sums no room
     added = (SUMS + new_weights) * adds
     kept = (each + MOMENTS + added) * min(arranged.hosted, 1) + step.width * arranged.hosted
     return kept * shape.parameters / machines.count * min(machines.count, machines.per_node)
@@ -203,6 +209,6 @@ def _seconds(shape: ModelShape, step: StepSize, machines: Machines, arranged: Ar
     compute = flops / rates.get({2: "bf16", 4: "fp32"}[step.width], rates["fp32"])
     nbytes, own = step.width * shape.parameters, shape.parameters / machines.count
     wire = arranged.passes * machines.wire_seconds("gather", nbytes, machines.count)
-    copies = (2 * arranged.hosted - 1) * machines.copy_seconds(step.width * own)
+    copies = max(arranged.hosted, 2 * arranged.hosted - 1) * machines.copy_seconds(step.width * own)
     update = min(arranged.hosted, 1) * machines.update_seconds((4 + MOMENTS) * own)
     return max(compute, wire, copies) + update
