@@ -163,6 +163,16 @@ def transferred(paper: Paper, waits: bool) -> None:
     there.sum()
 
 
+def copied_on(paper: Paper, waits: bool) -> None:
+    """A copy to the host and one from there, on streams of their own, with and without an order."""
+    link = Transfers(ThreadRunner(DEVICE, 10.0))
+    x, back, there = on_device(), on_device(), accelerator.page_locked(N, torch.float32, DEVICE)
+    down = link.copy(x, there, Purpose.GRADIENTS_DOWN, "a gradient")
+    up = link.copy(there, back, Purpose.PARAMETERS_UP, "a parameter", [down] if waits else [])
+    down.wait()
+    up.wait()
+
+
 RACES: dict[Callable[[Paper, bool], None], str] = {
     read_beside: "read before the writer ended",
     write_under_a_reader: "write while a reader may still run",
@@ -173,6 +183,7 @@ RACES: dict[Callable[[Paper, bool], None], str] = {
     host_releases: "page-locked memory of the host released before its copy ended",
     threads_meet: "read before the writer ended",
     transferred: "write while a reader may still run",
+    copied_on: "read before the writer ended",
 }
 
 

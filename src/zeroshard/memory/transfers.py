@@ -213,6 +213,9 @@ def _carry_out(task: Task, streams: Mapping[str, torch.Stream | None]) -> None:
     with accelerator.inside(stream):
         assert task.ready is not None
         stream.wait_event(task.ready)
+        for before in task.after:
+            if before.event is not None:
+                stream.wait_event(before.event)
         task.run()
         task.event = stream.record_event()
 
