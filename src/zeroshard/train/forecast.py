@@ -213,7 +213,7 @@ class ForecastComparison:
         p, m = self.prediction, self.measured
         sent, found = sum(_compared(p.wire_bytes).values()), sum(_compared(m.wire).values())
         wire = "equal" if _compared(p.wire_bytes) == _compared(m.wire) else f"measured {format_bytes(found)}"
-        host, stalls = (sum(p.host.values()), sum(m.host.values())), self._stalls
+        host, stalls = (sum(p.host_between_steps.values()), sum(m.host.values())), self._stalls
         lower = [("host", *host), ("disk", p.disk_bytes, m.disk)]
         return [
             f"predicted against measured after {self.steps} steps, rank {p.rank}:",
@@ -239,7 +239,7 @@ class ForecastComparison:
         p, m = self.prediction, self.measured
         rows = [_row("memory", "peak", p.peak_bytes, m.peak_bytes)]
         rows += [_row("memory", name, *pair) for name, pair in _pairs(p.memory, m.memory).items()]
-        rows += [_row("host", name, *pair) for name, pair in _pairs(p.host, m.host).items()]
+        rows += [_row("host", name, *pair) for name, pair in _pairs(p.host_between_steps, m.host).items()]
         rows += [_row("disk", name, *pair) for name, pair in _pairs({"all": p.disk_bytes}, {"all": m.disk}).items()]
         rows += [_row("wire", name, *pair) for name, pair in _pairs(_compared(p.wire_bytes), _compared(m.wire)).items()]
         rows += [_row("time", "step", p.seconds, m.wall), _row("time", "CPU time", self._busy, m.cpu)]
@@ -296,7 +296,7 @@ class ForecastComparison:
 
     def _lower_tiers(self) -> str:
         p, m = self.prediction, self.measured
-        pairs = _pairs({**p.host, "disk": p.disk_bytes}, {**m.host, "disk": m.disk})
+        pairs = _pairs({**p.host_between_steps, "disk": p.disk_bytes}, {**m.host, "disk": m.disk})
         predicted, found = (sum(each) for each in zip(*pairs.values(), strict=True)) if pairs else (0, 0)
         if abs(found - predicted) <= MEMORY_BAR * predicted:
             return ""

@@ -89,6 +89,11 @@ class Prediction:
         return self.host_bytes - self.host_parts[COPY]
 
     @property
+    def host_between_steps(self) -> dict[str, int]:
+        """Bytes by category in the host memory of the rank while no checkpoint is written."""
+        return {category: nbytes for category, nbytes in self.host.items() if category != FETCHED}
+
+    @property
     def waits_for_checkpoints(self) -> bool:
         """Whether host memory holds the plan, but not with whole copies of a checkpoint beside it."""
         return self.host_bytes > self._host_capacity
