@@ -15,6 +15,7 @@ import sys  # noqa: E402
 from collections.abc import Callable  # noqa: E402
 from dataclasses import dataclass  # noqa: E402
 from functools import partial  # noqa: E402
+from importlib import import_module  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
@@ -93,8 +94,7 @@ class Trial:
         self.base_rss = _resident()
         import torch
 
-        from zeroshard.train.gpt import GPT
-        from zeroshard.train.sizes import GPTConfig
+        gpt: Any = import_module("zeroshard.train.gpt")  # revisions define its names in other modules
 
         torch.set_num_threads(1)
         torch.manual_seed(0)
@@ -103,7 +103,7 @@ class Trial:
         self.device = torch.device(case.device, torch.cuda.current_device()) if self.cuda else torch.device("cpu")
         vocabulary, width, heads, layers = SHAPES[case.size]
         count, length = case.rows
-        self.model = GPT(GPTConfig(vocabulary, length, width, heads, layers)).to(self.device)
+        self.model = gpt.GPT(gpt.GPTConfig(vocabulary, length, width, heads, layers)).to(self.device)
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
         mine = torch.Generator().manual_seed(1 + int(os.environ["RANK"]))
         rows = torch.randint(vocabulary, (count, length + 1), generator=mine).to(self.device)
