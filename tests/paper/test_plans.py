@@ -1,11 +1,16 @@
 """Every kind of plan on a device of paper: no findings, equal launches on all ranks, and known waits of the host."""
 
 import math
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
+from paper.device import DEVICE, Paper
 from paper.plans import PLANS, RANKS
 from paper.record import disagreements
-from paper.runs import run
+from paper.runs import batch, model, run
 from pool import Pool
 
 import zeroshard as zs
@@ -77,3 +82,30 @@ def test_a_plan_has_no_findings(pool: Pool, name: str) -> None:
     assert all(math.isfinite(loss) or math.isnan(loss) for answer in answers for loss in answer.losses)
     waits = tuple(sum(answer.waits.values()) for answer in answers)
     assert waits == WAITS[name], [answer.waits for answer in answers]
+
+
+MAKERS: dict[str, Any] = {
+    "adafactor": partial(zs.optim.Adafactor, lr=1e-3),
+    "sm3": partial(zs.optim.SM3, lr=1e-2),
+    "8 bits": partial(zs.optim.AdamW8bit, lr=1e-3, min_8bit_size=16),
+    "muon": partial(zs.optim.Muon, lr=1e-3),
+    "shampoo": partial(zs.optim.Shampoo, lr=1e-3),
+    "soap": partial(zs.optim.SOAP, lr=1e-3),
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_states_of_a_checkpoint_are_loaded_onto_the_device(name: str, tmp_path: Path) -> None:
+    with Paper() as paper:
+        mesh, losses = replace(zs.Mesh(), device=DEVICE), []
+        for resumed in (False, True):
+            engine = zs.Engine(model(), MAKERS[name], zs.Plan(zero=2), mesh=mesh)
+            if resumed:
+                engine.load(tmp_path / "saved")
+            else:
+                engine.train_step(batch(0))
+                engine.save(tmp_path / "saved", wait=True)
+            losses.append(float(engine.train_step(batch(1)).loss))
+            losses.append(float(engine.train_step(batch(2)).loss))
+    assert losses[:2] == losses[2:]
+    assert not paper.record.findings, "\n".join(map(str, paper.record.findings))

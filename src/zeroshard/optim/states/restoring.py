@@ -75,12 +75,12 @@ class Saved:
                 raise CheckpointError(f"{self._path} holds options that cannot be: {at}: {error} {WAY_OUT}") from error
             self.groups.append(options)
 
-    def state(self, name: str, split: Split | None = None, span: Span | None = None) -> Table | None:
-        """The states of a parameter without a value per element; None if it has no states.
+    def state(self, name: str, span: Span, split: Split | None = None) -> Table | None:
+        """The states of a parameter without a value per element, on the device; None if it has no states.
 
         Args:
-            split: this rank's part of it.
             span: its span with this rank's rows.
+            split: this rank's part of it.
         """
         kept = self.scalars.get(name)
         read = partial(read_whole, self._reader, name, split, span)
@@ -179,7 +179,7 @@ def load_states(part: Part, reader: Reader, saved: Saved) -> None:
     entries, updater, matrices = part.flat.index.entries, part.updater, part.updater.matrices
     if matrices is not None:
         for name, span in matrices.items():
-            state, whole = saved.state(name), Box.whole(tuple(span.tensor.shape))
+            state, whole = saved.state(name, span), Box.whole(tuple(span.tensor.shape))
             if state is not None:
                 for key in saved.kinds(name):
                     state[key] = saved.room(key, name, span)
@@ -190,7 +190,7 @@ def load_states(part: Part, reader: Reader, saved: Saved) -> None:
     updater.split([after.offset for a, b, after in zip(kept, kept[1:], entries[1:], strict=False) if a != b])
     for span in updater.spans:
         entry = entries[part.flat.index.number_at(span.start)]
-        loaded = saved.state(entry.name, part.splits.get(entry.name), span)
+        loaded = saved.state(entry.name, span, part.splits.get(entry.name))
         if loaded is None:
             updater.load_state(span, None)
             continue

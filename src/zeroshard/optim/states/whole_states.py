@@ -173,15 +173,15 @@ def merged_options(everyone: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {**everyone[0], "groups": groups, "scalars": scalars}
 
 
-def read_whole(reader: Reader, name: str, split: Split | None, span: Span | None, path: str) -> torch.Tensor:
-    """A tensor in a state of a parameter, or this rank's part of it."""
-    entry = reader.tensors[f"{path}:{name}"]
-    if span is not None and span.rows is not None and path in span.rows.states:
-        own = torch.zeros((span.tensor.shape[0], *entry.shape[1:]), dtype=entry.dtype)
+def read_whole(reader: Reader, name: str, split: Split | None, span: Span, path: str) -> torch.Tensor:
+    """A tensor in a state of a parameter, or this rank's part of it, on the device of the span's values."""
+    entry, device = reader.tensors[f"{path}:{name}"], span.tensor.device
+    if span.rows is not None and path in span.rows.states:
+        own = torch.zeros((span.tensor.shape[0], *entry.shape[1:]), dtype=entry.dtype, device=device)
         reader.fill(f"{path}:{name}", [BoxValues(_box_of(span.rows, tuple(own.shape)), own)])
         return own
     split = _of_state(split, entry.shape[1:])
-    values = torch.zeros(entry.shape if split is None else split.part_shape, dtype=entry.dtype)
+    values = torch.zeros(entry.shape if split is None else split.part_shape, dtype=entry.dtype, device=device)
     targets = [each for each, _ in boxes_of(values.shape, split, 0, values.view(-1))]
     reader.fill(f"{path}:{name}", targets)
     return values
