@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from planner import rehearsed
+from plans import DISK, ON_ONE_DEVICE
 from pool import Pool
 from torch import Tensor, nn
 
@@ -44,35 +45,13 @@ MAKERS: dict[str, Any] = {
     "soap": partial(zs.optim.SOAP, lr=1e-3),
     "torch's adafactor": partial(torch.optim.Adafactor, lr=1e-3),
 }
-DISK = "DISK"  # stands for a folder of the test's own
 ALONE: dict[str, Settings] = {
+    **ON_ONE_DEVICE,
     **{f"zero={zero}": {"zero": zero} for zero in (0, 1, 2, 3)},
     "microbatches": {"zero": 2, "microbatches": 4, "clip_norm": 0.5},
     "loss in chunks": {"loss_chunk": 32},
-    "optimizer on the host": {"offload": "optimizer"},
-    "optimizer on the host, clipped": {"offload": "optimizer", "clip_norm": 0.5, "microbatches": 2},
-    "half of the optimizer on the host": {"offload": "optimizer", "offload.fraction": 0.5},
-    "no speculation": {"offload": "optimizer", "offload.speculate": False, "clip_norm": 0.5},
-    "parameters on the host": {"zero": 3, "offload": "optimizer,parameters"},
-    "activations on the host": {"offload": "activations"},
-    "everything on the host": {"zero": 3, "offload": "optimizer,parameters,activations"},
-    "states on disk": {"offload": "optimizer", "offload.disk": DISK},
-    "everything on disk": {
-        "zero": 3,
-        "offload": "optimizer,parameters",
-        "offload.disk": DISK,
-        "offload.disk_parameters": True,
-    },
     "blocks": {"recompute": "blocks"},
-    "blocks, zero=3": {"recompute": "blocks", "zero": 3},
-    "sqrt": {"recompute": "sqrt"},
-    "selective": {"recompute": "selective"},
-    "arena": {"activations.recompute": "blocks", "activations.arena": True},
-    "inputs of blocks on the host": {"recompute": "blocks", "offload": "activations"},
-    "binarize, sparse": {"activations.compress": ("binarize", "sparse", "inplace")},
     "a budget": {"device_memory": "4GiB"},
-    "auto": {"recompute": "auto", "device_memory": "4GiB"},
-    "exact random numbers": {"rng": "exact"},
 }  # fmt: skip
 SHARED: dict[str, Settings] = {
     **{f"zero={zero}": {"zero": zero} for zero in (0, 1, 2, 3)},

@@ -12,8 +12,9 @@ the loss and the norms of the gradients come to the host together, once a step. 
 
 from typing import Any
 
+from plans import ON_ONE_DEVICE
+
 Settings = dict[str, Any]
-DISK = "DISK"  # stands for a folder of the run's own
 STAGES = "pipeline_parallel"
 
 
@@ -22,12 +23,9 @@ def _staged(schedule: str, ranks: int = 2, **more: Any) -> Settings:
 
 
 ALONE: dict[str, Settings] = {
+    **ON_ONE_DEVICE,
     "zero 2, microbatches, clipped": {"zero": 2, "microbatches": 4, "clip_norm": 0.5},
     "zero 3, loss in chunks": {"zero": 3, "loss_chunk": 32},
-    "optimizer on the host": {"offload": "optimizer"},
-    "optimizer on the host, clipped": {"offload": "optimizer", "clip_norm": 0.5, "microbatches": 2},
-    "half of the optimizer on the host": {"offload": "optimizer", "offload.fraction": 0.5},
-    "without guesses": {"offload": "optimizer", "offload.speculate": False, "clip_norm": 0.5},
     "guesses in bf16": {"offload": "optimizer", "precision": "bf16", "clip_norm": 1e3},
     "delayed update": {"offload": "optimizer", "offload.delayed_update": True, "offload.delayed_warmup": 1},
     "delayed update of half": {
@@ -36,31 +34,13 @@ ALONE: dict[str, Settings] = {
         "offload.delayed_warmup": 1,
         "offload.fraction": 0.5,
     },
-    "parameters on the host": {"zero": 3, "offload": "optimizer,parameters"},
     "parameters on the host, bf16": {
         "zero": 3,
         "offload": "optimizer,parameters",
         "precision": "bf16",
         "clip_norm": 1e3,
     },
-    "activations on the host": {"offload": "activations"},
-    "everything on the host": {"zero": 3, "offload": "optimizer,parameters,activations"},
-    "states on disk": {"offload": "optimizer", "offload.disk": DISK},
-    "everything on disk": {
-        "zero": 3,
-        "offload": "optimizer,parameters",
-        "offload.disk": DISK,
-        "offload.disk_parameters": True,
-    },
     "moments of 8 bits on the host": {"offload": "optimizer", "offload.moments": "8bit"},
-    "blocks, zero=3": {"recompute": "blocks", "zero": 3},
-    "sqrt": {"recompute": "sqrt"},
-    "selective": {"recompute": "selective"},
-    "auto": {"recompute": "auto", "device_memory": "4GiB"},
-    "arena": {"activations.recompute": "blocks", "activations.arena": True},
-    "inputs of blocks on the host": {"recompute": "blocks", "offload": "activations"},
-    "compressed activations": {"activations.compress": ("binarize", "sparse", "inplace")},
-    "exact random numbers": {"rng": "exact"},
 }
 TWO: dict[str, Settings] = {
     **{f"zero {zero}": {"zero": zero} for zero in range(4)},

@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import torch
 from paper.device import DEVICE, Paper
+from plans import DISK
 from torch import Tensor, nn
 
 import zeroshard as zs
@@ -20,7 +21,6 @@ from zeroshard.moe.exchange import technique
 from zeroshard.saved.offload import ActivationStore
 from zeroshard.train.gpt import GPT, GPTConfig
 
-DISK = "DISK"  # stands for a folder of the run's own
 SMALLEST = 64  # bytes of activations that are sent to the host, of a model far smaller than those that it is for
 VOCABULARY, TIME, ROWS, STEPS = 32, 8, 8, 3
 Settings = Mapping[str, Any]

@@ -38,11 +38,16 @@ def on_device() -> torch.Tensor:
     return torch.ones(N, device=DEVICE)
 
 
+def begun() -> tuple[torch.Stream, torch.Tensor, torch.Event]:
+    """A stream, a tensor that the main stream wrote, and an event after that."""
+    stream, x, event = accelerator.new_stream(DEVICE), on_device(), accelerator.record(DEVICE)
+    assert stream is not None and event is not None
+    return stream, x, event
+
+
 def read_beside(paper: Paper, waits: bool) -> None:
     """A stream reads what the main stream writes."""
-    stream, x = accelerator.new_stream(DEVICE), on_device()
-    event = accelerator.record(DEVICE)
-    assert stream is not None and event is not None
+    stream, x, event = begun()
     with accelerator.inside(stream):
         if waits:
             accelerator.wait_in_stream(DEVICE, event)
@@ -55,9 +60,7 @@ def read_beside(paper: Paper, waits: bool) -> None:
 
 def write_under_a_reader(paper: Paper, waits: bool) -> None:
     """The main stream overwrites what a stream still reads."""
-    stream, x = accelerator.new_stream(DEVICE), on_device()
-    event = accelerator.record(DEVICE)
-    assert stream is not None and event is not None
+    stream, x, event = begun()
     with accelerator.inside(stream):
         accelerator.wait_in_stream(DEVICE, event)
         y = x * 2
@@ -195,9 +198,7 @@ def test_a_race_is_found_and_its_repair_is_not(race: Callable[[Paper, bool], Non
 
 def test_record_stream_delays_the_reuse_of_a_buffer() -> None:
     def run(paper: Paper) -> None:
-        stream, x = accelerator.new_stream(DEVICE), on_device()
-        event = accelerator.record(DEVICE)
-        assert stream is not None and event is not None
+        stream, x, event = begun()
         with accelerator.inside(stream):
             accelerator.wait_in_stream(DEVICE, event)
             y = x * 2
@@ -236,9 +237,7 @@ def test_a_write_under_a_copy_to_the_host_matters_where_the_copy_is_used(used: s
 
 def test_disjoint_halves_of_a_buffer_do_not_race() -> None:
     def run(paper: Paper) -> None:
-        stream, x = accelerator.new_stream(DEVICE), on_device()
-        event = accelerator.record(DEVICE)
-        assert stream is not None and event is not None
+        stream, x, event = begun()
         with accelerator.inside(stream):
             accelerator.wait_in_stream(DEVICE, event)
             x[: N // 2].zero_()
