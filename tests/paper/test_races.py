@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -135,16 +136,19 @@ def host_releases(paper: Paper, waits: bool) -> None:
 
 
 def threads_meet(paper: Paper, waits: bool) -> None:
-    """A thread of the host reads what another writes."""
-    values, ready = torch.zeros(N), threading.Event()
+    """A thread of the host reads what another has written: after an event, or after a flag that orders nothing."""
+    values, ready, written = torch.zeros(N), threading.Event(), list[bool]()
 
     def read() -> None:
         if waits:
             ready.wait()
+        while not written:
+            time.sleep(1e-3)
         values.sum()
 
     def write() -> None:
         values.fill_(1.0)
+        written.append(True)
         ready.set()
 
     threads = [threading.Thread(target=run) for run in (write, read)]
