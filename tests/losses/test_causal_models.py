@@ -215,6 +215,61 @@ def test_other_models_are_refused_when_the_engine_is_made() -> None:
         zs.Engine(plain, lambda p: sgd(p, lr=0.1), zs.Plan(loss_chunk=4), mesh=zs.Mesh())
 
 
+class Around(nn.Module):
+    """A user's own module around a causal model, whose attributes it passes on."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.inner = model
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.inner, name)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        return self.inner(input_ids=tokens, labels=labels).loss
+
+
+def wrapped(kind: str) -> nn.Module:
+    """A causal model in a wrapper."""
+    model, _ = pair("llama")
+    if kind == "own":
+        return Around(model)
+    peft = pytest.importorskip("peft")
+    given = {"target_modules": "all-linear"} if kind == "peft" else {"target_modules": ["lm_head", "q_proj"]}
+    if kind == "peft, trained head":
+        given = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
+    return peft.get_peft_model(model, peft.LoraConfig(r=2, **given))
+
+
+@pytest.mark.parametrize("kind", ["own", "peft", "peft, trained head"])
+def test_models_in_wrappers_make_their_loss_by_chunks(kind: str) -> None:
+    plain = wrapped(kind)
+    chunked = copy.deepcopy(plain)
+    set_loss_chunk(chunked, 7)
+    tokens, labels = words()
+    if kind == "own":
+        losses = [model(tokens, labels) for model in (plain, chunked)]
+    else:
+        outputs = [model(input_ids=tokens, labels=labels) for model in (plain, chunked)]
+        losses = [output.loss for output in outputs]
+        assert not isinstance(outputs[1].logits, Tensor)
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=0)
+    for loss in losses:
+        loss.backward()
+    for (path, expected), found in zip(plain.named_parameters(), chunked.parameters(), strict=True):
+        assert (expected.grad is None) == (found.grad is None), path
+        if expected.grad is not None:
+            torch.testing.assert_close(found.grad, expected.grad, rtol=1e-5, atol=2e-7, msg=path)
+
+
+def test_an_adapter_on_the_output_layer_is_refused_by_its_class() -> None:
+    with pytest.raises(PlanError, match=r"is a peft\.tuners\.lora\.layer\.Linear.*modules_to_save"):
+        set_loss_chunk(wrapped("peft on the head"), 7)
+
+
 def test_none_leaves_the_model_as_it_is() -> None:
     plain, _ = pair("llama")
     with warnings.catch_warnings():

@@ -46,7 +46,7 @@ def make_loss_by_chunks(model: nn.Module, chunk: int) -> None:
     if not _is_plain(layer):
         raise PlanError(
             f"loss_chunk={chunk} needs an output layer that is a plain nn.Linear, and that of {name} is a "
-            f"{type(layer).__name__}. Leave it out."
+            f"{_kind(layer)}. Leave it out; of peft's adapters, modules_to_save leaves a plain nn.Linear there."
         )
     if getattr(loss, "__name__", "") != LOSS:
         raise PlanError(
@@ -77,9 +77,22 @@ def split_causal_loss(model: nn.Module, layer: nn.Linear, vocabulary: Vocabulary
 
 
 def _causal_model(model: nn.Module) -> Any:
-    """The first model with an output layer and a loss function; None without."""
-    found = (m for m in model.modules() if _output_layer(m) is not None)
-    return next((m for m in found if callable(getattr(m, "loss_function", None))), None)
+    """The first model with an output layer and a loss function of its own; None without.
+
+    A wrapper, such as peft's, that passes the names of its attributes on to a model inside is none.
+    """
+    own = (m for m in model.modules() if "loss_function" in vars(m) or hasattr(type(m), "loss_function"))
+    return next((m for m in own if callable(m.loss_function) and _output_layer(m) is not None), None)
+
+
+def _kind(layer: Any) -> str:
+    """The name of a layer's class, with its module where torch has a class of this name."""
+    kind = type(layer)
+    return (
+        f"{kind.__module__}.{kind.__name__}"
+        if hasattr(nn, kind.__name__) and kind.__module__[:6] != "torch."
+        else kind.__name__
+    )
 
 
 def _is_plain(layer: Any) -> bool:
@@ -96,7 +109,10 @@ def _install(causal: Any, layer: nn.Linear, chunk: int | None) -> "_LayerForward
 def _output_layer(module: nn.Module) -> Any:
     """The output layer of a model, by transformers' `get_output_embeddings`; None without."""
     give = getattr(module, "get_output_embeddings", None)
-    return give() if callable(give) else None
+    layer = give() if callable(give) else None
+    copies, active = getattr(layer, "modules_to_save", None), getattr(layer, "active_adapters", ())
+    trained = [copies[name] for name in active if name in copies] if isinstance(copies, nn.ModuleDict) else []
+    return trained[0] if trained else layer  # peft trains a copy of it
 
 
 class _Labelled:
