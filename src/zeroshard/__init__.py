@@ -22,6 +22,7 @@ from zeroshard.errors import (
     ReportError,
     RoutingWarning,
     Stopped,
+    UnusedParameterWarning,
     WholeLayersWarning,
     ZeroshardError,
 )
@@ -123,6 +124,7 @@ __all__ = [
     "Stopped",
     "TensorParallel",
     "Trace",
+    "UnusedParameterWarning",
     "Verification",
     "WholeLayersWarning",
     "ZeroshardError",

@@ -73,6 +73,10 @@ class RoutingWarning(UserWarning):
     """A mixture whose routing collapses: dead experts, one with most tokens, or many dropped choices."""
 
 
+class UnusedParameterWarning(UserWarning):
+    """Trained parameters of a partly frozen model that got no gradient in the first steps, by name."""
+
+
 class WholeLayersWarning(UserWarning):
     """Tensor parallelism that leaves layers whole on every rank: which share of the parameters, and where."""
 

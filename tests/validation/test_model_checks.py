@@ -235,3 +235,48 @@ def no_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         yield
+
+
+class Adapted(nn.Module):
+    """A frozen layer with two adapters beside it, of which one does not reach the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(4, 4).requires_grad_(False)
+        self.used, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
+        nn.init.zeros_(self.used.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.base(x)
+        return h + self.used(h) * 0 + self.unused(h).detach()
+
+
+def steps_of(model: nn.Module, count: int, mesh: zs.Mesh | None = None) -> list[str]:
+    """The warnings of unused parameters in a few steps."""
+    engine = zs.Engine(model, sgd, zs.Plan(zero=3), mesh=mesh)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(count):
+            step(engine)
+    return [str(each.message) for each in caught if issubclass(each.category, zs.UnusedParameterWarning)]
+
+
+def test_an_adapter_without_a_gradient_in_the_first_steps_is_named() -> None:
+    assert steps_of(Adapted(), 1) == []
+    (found,) = steps_of(Adapted(), 4)
+    assert found.startswith("'unused.bias', 'unused.weight' had no gradient on any rank in the first 2 steps")
+    model = Adapted()
+    model.unused.requires_grad_(False)
+    assert steps_of(model, 3) == []
+    model = Adapted()
+    model.base.requires_grad_(True)  # parts of models without adapters may rest
+    assert steps_of(model, 3) == []
+
+
+def adapted_on_ranks(mesh: zs.Mesh) -> list[str]:
+    torch.manual_seed(0)
+    return steps_of(Adapted(), 3, mesh)
+
+
+def test_the_first_rank_alone_names_unused_adapters(pool: Pool) -> None:
+    assert [len(found) for found in pool.run(adapted_on_ranks, 2)] == [1, 0]

@@ -56,7 +56,7 @@ from zeroshard.units.hooks import Hook
 from zeroshard.units.materialise import Initialiser
 from zeroshard.validation.arguments import check_arguments, check_options
 from zeroshard.validation.memory import raises_budget_exceeded
-from zeroshard.validation.model_checks import check_model, guard
+from zeroshard.validation.model_checks import FIRST_STEPS, check_model, guard, warn_of_unused
 from zeroshard.validation.ranks import check_alike, check_replicas, tied_names
 from zeroshard.version import __version__
 
@@ -711,6 +711,8 @@ class Engine:
             self._savings.warn_of_failure()
         norm, scale, skipped = (verdict.norm, verdict.scale, verdict.skip) if verdict else (math.nan, 1.0, False)
         self.skipped += skipped
+        if self.steps - self.skipped == FIRST_STEPS and self._axes.alike.mesh.rank == 0:
+            warn_of_unused(self._assembly.parts, self._backward.reductions.never_written or ())
         self._forward.end_step()
         for each in self._step_ends:
             each.end_step(skipped)

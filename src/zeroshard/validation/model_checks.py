@@ -1,7 +1,8 @@
 """Refusals of models that an engine cannot take, and of calls that would change a model behind its engine."""
 
+import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from types import MethodType
@@ -13,9 +14,10 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zeroshard.access.writes import Writes
-from zeroshard.errors import ModelError, PlanError
+from zeroshard.errors import ModelError, PlanError, UnusedParameterWarning
 from zeroshard.parts.part import Part, Parts
 from zeroshard.parts.weights import ABSENT
+from zeroshard.text import format_names
 from zeroshard.units.hooks import Hook
 from zeroshard.units.watched_parameters import WatchedParameter
 
@@ -39,6 +41,7 @@ class Running(Protocol):
 
 
 PartOf = Mapping[int, Part]  # by the identity of the parameter
+FIRST_STEPS = 2  # after which a parameter of an adapter has had a gradient; a zero counts as one
 
 
 def check_model(model: nn.Module) -> None:
@@ -134,6 +137,31 @@ def refuse_renormalising(model: nn.Module, sliced: bool) -> None:
                 f"'{path}' has max_norm={module.max_norm}, so its forward writes into the weights, in other rows on "
                 f"each rank. Set max_norm to None, and renormalise inside `with engine.gathered():` between steps."
             )
+
+
+def warn_of_unused(parts: Parts, never_written: Sequence[str]) -> None:
+    """Warn of trained parameters without a gradient in the first steps, where others are frozen (adapters).
+
+    Args:
+        never_written: parameters that no backward of any rank has reached so far.
+    """
+    if len(parts.trained) == len(parts.all):
+        return
+    trained = {
+        entry.name
+        for part, _ in parts.trained
+        for parameter, entry in zip(part.flat.parameters, part.flat.index.entries, strict=True)
+        if parameter.requires_grad
+    }
+    unused = sorted(trained.intersection(never_written))
+    if unused:
+        warnings.warn(
+            f"{format_names(unused)} had no gradient on any rank in the first {FIRST_STEPS} steps, so nothing trains "
+            f"{'them' if len(unused) > 1 else 'it'}: the forward does not use them, or their results do not reach the "
+            f"loss. Look at the modules that the adapter names (target_modules, modules_to_save), or freeze them.",
+            UnusedParameterWarning,
+            stacklevel=5,
+        )
 
 
 def _refuse_load(
