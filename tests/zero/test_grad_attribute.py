@@ -91,7 +91,7 @@ def test_the_gradient_of_a_small_parameter_is_held_until_the_step_and_can_be_dis
 
 
 def storages_alive() -> dict[int, torch.UntypedStorage]:
-    """The storages of all numbers of this process, by identity; bytes are of messages that may still be on their way."""
+    """The storages of all numbers of this process, by identity; bytes are of messages still on their way."""
     gc.collect()
     tensors = [each for each in gc.get_objects() if issubclass(type(each), Tensor) and each.dtype is not torch.uint8]
     strided = [each.untyped_storage() for each in tensors if each.layout is torch.strided and not each.is_meta]
