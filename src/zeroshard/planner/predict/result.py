@@ -184,12 +184,14 @@ class Refusal:
     Attributes:
         why: one sentence.
         way_out: one sentence: the single change that would make it fit.
+        rehearsed: its memory and time, where it was rehearsed.
     """
 
     plan: Plan
     batch: int
     why: str
     way_out: str
+    rehearsed: Prediction | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, as JSON holds them."""
@@ -206,6 +208,7 @@ class Found:
         looked_at: number of plans.
         seconds: duration of the search.
         ways: where no plan fits, sentences about the nearest ways, each with its needs.
+        others: further plans that fit, in the same order.
     """
 
     best: tuple[Prediction, ...]
@@ -213,3 +216,4 @@ class Found:
     looked_at: int
     seconds: float
     ways: tuple[str, ...] = ()
+    others: tuple[Prediction, ...] = ()

@@ -118,7 +118,8 @@ def search(
         order = [*sorted(timed, key=lambda p: (p.time_mode == "roofline", p.seconds)), *order[MOST_TIMED:]]
     best = [run.whole(order[0]), *order[1:top]] if order else []
     ways = () if best or plans is not None else run.ways()
-    return Found(tuple(best), tuple(run.refused), run.looked_at, time.perf_counter() - began, ways)
+    spent = time.perf_counter() - began
+    return Found(tuple(best), tuple(run.refused), run.looked_at, spent, ways, tuple(order[top:]))
 
 
 @dataclass
@@ -339,7 +340,7 @@ class _Search:
     def _keep(self, found: Prediction | None) -> bool:
         """Keep a plan that fits, and refuse one that does not."""
         if found is not None and not found.fits:
-            self._refuse(found.plan, found.batch, *lacking(found))
+            self._refuse(found.plan, found.batch, *lacking(found), found)
         elif found is not None:
             self.fitting.append(found)
         return found is not None and found.fits
@@ -432,8 +433,8 @@ class _Search:
                 return remedy.sentence
         return f"Devices with {format_bytes(needed)} or more would hold them."
 
-    def _refuse(self, plan: Plan, rows: int, why: str, way_out: str) -> None:
-        self.refused.append(Refusal(plan, rows, why, way_out))
+    def _refuse(self, plan: Plan, rows: int, why: str, way_out: str, rehearsed: Prediction | None = None) -> None:
+        self.refused.append(Refusal(plan, rows, why, way_out, rehearsed))
 
     def _blocks(self) -> int:
         """Blocks of the model.
