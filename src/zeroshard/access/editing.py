@@ -14,6 +14,7 @@ from zeroshard.errors import PlanError
 from zeroshard.parts.part import LateUpdates, Part, Parts
 from zeroshard.parts.place import Axis, Piece, Split
 from zeroshard.parts.weights import Gatherer
+from zeroshard.units.adapters import magnitudes_of, row_norms
 from zeroshard.units.flat import digest_of
 
 
@@ -125,6 +126,22 @@ class Editing:
                     known, other = seen.setdefault((name, start, stop), (digest, rank))
                     if known != digest:
                         raise PlanError(_differs(other, rank, name))
+
+
+def set_magnitudes(model: nn.Module, editing: Editing, names: Sequence[str]) -> None:
+    """Set magnitudes of DoRA to the norms of the rows that they scale; a collective call, if there are any.
+
+    Args:
+        names: of the parameters.
+    """
+    if not names:
+        return
+    layers = magnitudes_of(model)
+    with editing.gathered(None), torch.no_grad():
+        for name in names:
+            layer, adapter = layers[name]
+            if not layer.get_base_layer().weight.is_meta:  # else it is on another stage
+                model.get_parameter(name).copy_(row_norms(layer, adapter))
 
 
 def _differs(first: int, other: int, name: str) -> str:

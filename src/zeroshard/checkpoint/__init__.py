@@ -10,13 +10,14 @@ from zeroshard.checkpoint.folder import clear, committed, find_checkpoint, name_
 from zeroshard.checkpoint.manifest import DTYPES, FORMAT, MANIFEST
 from zeroshard.checkpoint.reader import Reader
 from zeroshard.checkpoint.stream import Slot, write_tensors
-from zeroshard.checkpoint.weights import WeightFiles
+from zeroshard.checkpoint.weights import BaseFiles, WeightFiles
 from zeroshard.checkpoint.writer import Fetched, Meeting, Notes, Saving, Snapshot, TensorPiece
 
 __all__ = [
     "DTYPES",
     "FORMAT",
     "MANIFEST",
+    "BaseFiles",
     "Box",
     "CheckpointDisk",
     "Fetched",

@@ -100,6 +100,10 @@ class WeightFiles:
                     f"here. Build the model that was trained there."
                 )
 
+    def holds(self, name: str) -> bool:
+        """Whether a tensor in the files has this name."""
+        return name in self._files.shapes
+
     def names(self, kind: str) -> list[str]:
         """The model's names of all parameters (`weight`) or buffers (`buffer`)."""
         return [name for name in self._places if (name in self._buffers) == (kind == "buffer")]
@@ -168,6 +172,40 @@ class WeightFiles:
             f"{self.path} is of another model: it {' and '.join(parts)}{held}. Build the model that was trained there, "
             f"or give it these weights yourself before the engine is made."
         )
+
+
+class BaseFiles:
+    """Files of a base model as the source of a model with adapters, whose own parameters they lack.
+
+    Args:
+        files: matched with the names of the base.
+        named: from a name in the model to that in the base, or None for an adapter's.
+    """
+
+    def __init__(self, files: WeightFiles, named: Callable[[str], str | None]) -> None:
+        self._files, self._named = files, named
+
+    def shape(self, name: str) -> Shape | None:
+        """The shape of a tensor, or None if it is missing."""
+        base = self._base(name)
+        return None if base is None else self._files.shape(base)
+
+    def fill(self, name: str, targets: Sequence[BoxValues]) -> None:
+        """Fill boxes with elements of a tensor; those of an adapter stay as they are."""
+        base = self._base(name)
+        if base is not None:
+            self._files.fill(base, targets)
+
+    def whole(self, name: str) -> torch.Tensor:
+        """All of a tensor of the base, flat and in its own dtype."""
+        base = self._base(name)
+        assert base is not None, name
+        return self._files.whole(base)
+
+    def _base(self, name: str) -> str | None:
+        kind, _, own = name.partition(":")
+        base = self._named(own)
+        return None if base is None else f"{kind}:{base}"
 
 
 class _Checkpoint:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -56,6 +56,7 @@ class Assembly:
         gatherer: gathers sliced units.
         late: updates that run beside the steps.
         saver: stores tensors that autograd saves.
+        magnitudes: as `Materialiser.magnitudes`.
     """
 
     parts: Parts
@@ -64,6 +65,7 @@ class Assembly:
     gatherer: Gatherer
     late: LateUpdates
     saver: Savers
+    magnitudes: Sequence[str] = ()
 
 
 class StepReadings(NamedTuple):
@@ -146,7 +148,7 @@ class Builder:
         kinds = [self._kinds(unit, chosen) for unit in units]
         self._place(chosen, kinds, layout)
         parts = self._materialise(chosen, kinds, materialiser)
-        return self._equip(units, parts, techniques)
+        return replace(self._equip(units, parts, techniques), magnitudes=materialiser.magnitudes)
 
     def _place(self, chosen: Chosen, kinds: list[Kinds], layout: StateLayout) -> None:
         """Check that the states fit, map memory that ranks share, and assign whole parameters to owners."""

@@ -15,7 +15,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from zeroshard.access.editing import Editing, state_dict_by_unit
+from zeroshard.access.editing import Editing, set_magnitudes, state_dict_by_unit
 from zeroshard.access.given import LoadedKeys
 from zeroshard.checkpoint import Saving
 from zeroshard.checkpoint.writer import Savings
@@ -131,6 +131,7 @@ class Engine:
         self._forward.writes.watch()
         self._between_steps = BetweenSteps(self._assembly, self.world, members, self._discard, self.flush)
         guard(model, self._assembly.parts, self._forward, self.plan.pipelined)
+        set_magnitudes(model, self._editing, self._assembly.magnitudes)
         self._sent: list[Mapping[Purpose, Count]] = []  # in the last step
         self._reset_counts()
 
@@ -427,6 +428,7 @@ class Engine:
         self._savings.wait()
         self.world.agree(b"", "load weights")
         self._state.load_weights(Path(path))
+        set_magnitudes(self.model, self._editing, self._assembly.magnitudes)
         self._take_over()
 
     @raises_budget_exceeded

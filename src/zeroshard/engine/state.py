@@ -16,6 +16,7 @@ from torch import nn
 from zeroshard.access.editing import WholeTensors
 from zeroshard.access.given import GivenWeights, LoadedKeys, check_same, shared
 from zeroshard.checkpoint import (
+    BaseFiles,
     Box,
     Fetched,
     Meeting,
@@ -42,7 +43,9 @@ from zeroshard.pipeline.buffers import Buffers, merged_facts
 from zeroshard.pipeline.stage import Stage
 from zeroshard.pipeline.whole import WholeModel
 from zeroshard.text import format_bytes
+from zeroshard.units.adapters import base_names
 
+Source = WeightFiles | BaseFiles | GivenWeights
 SHARE = 0.9  # of free host memory that copies of a checkpoint may take
 
 
@@ -138,16 +141,25 @@ class State:
     def load_weights(self, path: Path) -> None:
         """Load weights and buffers alone from safetensors files; a collective call, each rank reads its slices.
 
+        Files of the base of a model with adapters leave the adapters as they are.
+
         Raises:
             CheckpointError: they are of another model.
         """
 
-        def opened() -> WeightFiles:
-            source = WeightFiles(path, self._tied)
+        def opened() -> WeightFiles | BaseFiles:
             ignored = getattr(self._model, "_keys_to_ignore_on_load_unexpected", None) or ()  # as transformers has it
-            source.fit(self._shapes(), dict(self._buffer_shapes()), ignored)
-            self._check_shapes(source)
-            return source
+            shapes, buffers, named = self._shapes(), dict(self._buffer_shapes()), base_names(self._model)
+            source = WeightFiles(path, self._tied)
+            if named is None or any(named(name) is None and source.holds(name) for name in shapes):
+                source.fit(shapes, buffers, ignored)
+                self._check_shapes(source, shapes)
+                return source
+            source = WeightFiles(path, _renamed({named(name): named(first) for name, first in self._tied.items()}))
+            shapes = _renamed({named(name): shape for name, shape in shapes.items()})
+            source.fit(shapes, _renamed({named(name): shape for name, shape in buffers.items()}), ignored)
+            self._check_shapes(source, shapes)
+            return BaseFiles(source, named)
 
         self._take_weights(opened)
 
@@ -169,7 +181,7 @@ class State:
         given.set_extras()
         return given.keys
 
-    def _take_weights(self, opened: Callable[[], WeightFiles | GivenWeights]) -> None:
+    def _take_weights(self, opened: Callable[[], Source]) -> None:
         """Load weights and buffers from opened files or tensors; an error of one rank is raised on all."""
         problem: CheckpointError | None = None
         try:
@@ -249,7 +261,7 @@ class State:
         """Fill this rank's slices; no other rank is needed."""
         reader = Reader(path)
         check_facts(path, reader.facts)
-        self._check_shapes(reader)
+        self._check_shapes(reader, self._shapes())
         saved = self._checked(reader)
         mesh = self._world.mesh
         layout = (reader.facts["ranks"], reader.facts["cut"], reader.facts.get("axes", {}))
@@ -342,8 +354,7 @@ class State:
                 kept = name not in module._non_persistent_buffers_set
                 yield f"{path}.{name}" if path else name, tuple(buffer.shape) if kept else None
 
-    def _check_shapes(self, reader: Reader | WeightFiles) -> None:
-        mine = self._shapes()
+    def _check_shapes(self, reader: Reader | WeightFiles, mine: Mapping[str, tuple[int, ...]]) -> None:
         theirs = {name: reader.shape(f"weight:{name}") for name in reader.names("weight")}
         for name in sorted(mine.keys() | theirs.keys()):
             if mine.get(name) != theirs.get(name):
@@ -362,11 +373,16 @@ class State:
                     saved.check(part.flat.index.entries[number].name, span.group)
         return saved
 
-    def _load_weights(self, part: Part, reader: Reader | WeightFiles | GivenWeights) -> None:
+    def _load_weights(self, part: Part, reader: Reader | Source) -> None:
         values, start = part.updater.values, part.updater.start
         for number, low, high in part.flat.index.overlaps(start, start + values.numel()):
             targets = [each for each, _ in part.boxes(number, low, values[low - start : high - start])]
             reader.fill(f"weight:{part.flat.index.entries[number].name}", targets)
+
+
+def _renamed(found: Mapping[str | None, Any]) -> dict[str, Any]:
+    """A table by names of the base, without adapters."""
+    return {name: value for name, value in found.items() if name is not None}
 
 
 def _merged(everyone: list[dict[str, Any]]) -> dict[str, Any]:

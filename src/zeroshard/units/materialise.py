@@ -19,6 +19,7 @@ from torch import nn
 
 from zeroshard.comm.collectives import Comm
 from zeroshard.errors import ModelError
+from zeroshard.units.adapters import initialisers_of, magnitudes_of
 from zeroshard.units.hooks import in_place_of
 
 Initialiser = Callable[[nn.Module], object]
@@ -31,11 +32,12 @@ class Materialiser:
         model: the model; modules with real tensors are left alone.
         seed: the seed of all initial weights.
         initialise: called with each module that owns parameters or buffers, as in `nn.Module.apply`; by default the
-            module's own `reset_parameters()`.
+            module's own `reset_parameters()`. Modules of adapters are filled as their configuration says.
         skip: modules that stay on the meta device, because their tensors are on other ranks.
 
     Attributes:
         uncut: the modules as they were before parameters were cut.
+        magnitudes: names of DoRA's that get their values from the base's ([Note: adapters on meta] in `adapters`).
     """
 
     def __init__(
@@ -44,7 +46,8 @@ class Materialiser:
         self.uncut = Uncut()
         self._paths = {module: path for path, module in model.named_modules()}
         self._seed = seed
-        self._initialise = initialise
+        self._initialise, self._of_adapters = initialise, initialisers_of(model)
+        self.magnitudes = [name for name in magnitudes_of(model) if model.get_parameter(name).is_meta]
         self._done: set[nn.Module] = set(skip)
         self._real: dict[nn.Parameter, nn.Parameter] = {}
         self._first_owner: dict[nn.Parameter, nn.Module] = {}
@@ -102,6 +105,7 @@ class Materialiser:
     def _run(self, module: nn.Module) -> None:
         path = self._paths[module]
         own = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+        own = self._of_adapters.get(module, own)
         if self._initialise is None and own is None:
             raise ModelError(
                 f"{type(module).__name__} at '{path or 'the model itself'}' is on the meta device and has no "
@@ -110,7 +114,7 @@ class Materialiser:
             )
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(seed_of(self._seed, path))
-            if self._initialise is not None:
+            if self._initialise is not None and module not in self._of_adapters:
                 self._initialise(module)
             else:
                 assert own is not None

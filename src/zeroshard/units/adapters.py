@@ -1,0 +1,148 @@
+"""Adapters of peft inside a model: the names of the base's tensors in files, and values for adapters on meta.
+
+peft puts layers of its own around those of the base (`q_proj` becomes `q_proj.base_layer`, with `q_proj.lora_A.default`
+beside it), and copies of trained modules beside the frozen ones (`lm_head.original_module`,
+`lm_head.modules_to_save.default`). Its layers are recognised by these attributes; peft itself is not imported.
+
+[Note: adapters on meta] `nn.Linear.reset_parameters`, which fills a module on the meta device, would draw both matrices
+of LoRA. So an adapter's matrices are filled as `LoraConfig` says: with `init_lora_weights=True` A as a linear layer's
+weight and B with zeros, or with "gaussian" A from a normal distribution. Initial values that depend on the base's
+(PiSSA, OLoRA, EVA and others) need a base with values, and so do DoRA's magnitudes, the norms of its rows.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroshard.errors import ModelError
+
+COPIES = re.compile(r"(?<=\.)(original_module|modules_to_save\.[^.]+)\.")
+WITHOUT_BASE = (True, False, "gaussian")  # values of `init_lora_weights` that need no values of the base
+
+
+def layers_of_adapters(model: nn.Module) -> dict[str, Any]:
+    """The layers of adapters in a model, by path."""
+    return {path: m for path, m in model.named_modules() if "base_layer" in m._modules and _names_layers(m)}
+
+
+def base_names(model: nn.Module) -> Callable[[str], str | None] | None:
+    """A function from the name of a parameter or buffer to its name in the base model's files; None without adapters.
+
+    It returns None for the parameters of adapters, and one name for the frozen original and the trained copies of a
+    module in `modules_to_save`. The prefix of a model inside of peft's (`base_model.model.`) stays.
+    """
+    layers = layers_of_adapters(model)
+    beside = any("original_module" in module._modules for module in model.modules())
+    if not layers and not beside:
+        return None
+
+    def named(name: str) -> str | None:
+        words = name.split(".")
+        for place, word in enumerate(words):
+            if word != "base_layer" and ".".join(words[:place]) in layers:
+                return None
+        return COPIES.sub("", ".".join(word for word in words if word != "base_layer"))
+
+    return named
+
+
+def initialisers_of(model: nn.Module) -> dict[nn.Module, Callable[[], None]]:
+    """For modules of adapters, the functions that fill their parameters ([Note: adapters on meta])."""
+    found: dict[nn.Module, Callable[[], None]] = {}
+    for path, layer in layers_of_adapters(model).items():
+        for adapter, module, fill in _modules_of(layer):
+            config = _config_of(model, adapter)
+            found[module] = partial(_fill, path, getattr(config, "init_lora_weights", True), fill)
+    return found
+
+
+def _names_layers(module: nn.Module) -> bool:
+    return bool(getattr(type(module), "adapter_layer_names", ()))
+
+
+def _config_of(model: nn.Module, adapter: str) -> Any:
+    """The configuration of an adapter, from the first module that has them."""
+    tables = (getattr(module, "peft_config", None) for module in model.modules() if "peft_config" in vars(module))
+    return next((table[adapter] for table in tables if isinstance(table, dict) and adapter in table), None)
+
+
+Fill = Callable[[Any], None]  # by `init_lora_weights`
+
+
+def _modules_of(layer: Any) -> Iterator[tuple[str, nn.Module, Fill]]:
+    """The modules of a layer's adapters that own parameters, each with the function that fills them."""
+    for name, fill in (("lora_A", _draw), ("lora_B", _zero)):
+        for adapter, module in (getattr(layer, name, None) or {}).items():
+            yield adapter, module, partial(fill, module, layer.r[adapter])
+    for name, draws in (("lora_embedding_A", False), ("lora_embedding_B", True)):
+        table = getattr(layer, name, None)
+        if isinstance(table, nn.ParameterDict) and len(table):
+            yield next(iter(table)), table, partial(_embed, table, draws)
+    for adapter, module in (getattr(layer, "lora_magnitude_vector", None) or {}).items():
+        yield adapter, module, partial(_unknown, module)
+
+
+def _fill(path: str, kind: Any, fill: Fill) -> None:
+    if (kind.lower() if isinstance(kind, str) else kind) not in WITHOUT_BASE:
+        raise ModelError(
+            f"The adapter at '{path}' is on the meta device with init_lora_weights={kind!r}, whose values are computed "
+            f"from those of the base. Attach it to a base with values, or set init_lora_weights=True."
+        )
+    fill(kind)
+
+
+def _draw(module: nn.Module, rank: int, kind: Any) -> None:
+    """A of LoRA."""
+    for parameter in module.parameters(recurse=False):
+        if isinstance(kind, str):
+            nn.init.normal_(parameter, std=1 / rank)
+        else:
+            nn.init.kaiming_uniform_(parameter, a=math.sqrt(5))
+
+
+def _zero(module: nn.Module, rank: int, kind: Any) -> None:
+    """B of LoRA; with `init_lora_weights=False` as its class has it, so that an adapter changes the model."""
+    if kind is False and isinstance(module, nn.Linear):
+        module.reset_parameters()
+        return
+    for parameter in module.parameters(recurse=False):
+        nn.init.zeros_(parameter)
+
+
+def _embed(table: nn.ParameterDict, draws: bool, kind: Any) -> None:
+    """A of an embedding's adapter is zero, and B is drawn."""
+    for parameter in table.parameters():
+        if draws or kind is False:
+            nn.init.normal_(parameter)
+        else:
+            nn.init.zeros_(parameter)
+
+
+def _unknown(module: nn.Module, kind: Any) -> None:
+    """Magnitudes of DoRA until the base has its values."""
+    for parameter in module.parameters(recurse=False):
+        nn.init.ones_(parameter)
+
+
+def magnitudes_of(model: nn.Module) -> dict[str, tuple[Any, str]]:
+    """The magnitudes of DoRA by the name of the parameter: the layer, and its adapter."""
+    return {
+        f"{path}.lora_magnitude_vector.{adapter}.weight": (layer, adapter)
+        for path, layer in layers_of_adapters(model).items()
+        for adapter in getattr(layer, "lora_magnitude_vector", None) or ()
+        if adapter in layer.lora_A
+    }
+
+
+def row_norms(layer: Any, adapter: str) -> torch.Tensor:
+    """The initial magnitudes of an adapter by DoRA (2402.09353, section 4.1): norms of rows of the base and adapter."""
+    change = layer.lora_B[adapter].weight @ layer.lora_A[adapter].weight
+    norms: torch.Tensor = layer.lora_magnitude_vector[adapter].get_weight_norm(
+        weight=layer.get_base_layer().weight, lora_weight=change, scaling=layer.scaling[adapter]
+    )
+    return norms
