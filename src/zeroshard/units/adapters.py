@@ -88,7 +88,7 @@ def _modules_of(layer: Any) -> Iterator[tuple[str, nn.Module, Fill]]:
 
 
 def _fill(path: str, kind: Any, fill: Fill) -> None:
-    if (kind.lower() if isinstance(kind, str) else kind) not in WITHOUT_BASE:
+    if (kind.casefold() if isinstance(kind, str) else kind) not in WITHOUT_BASE:
         raise ModelError(
             f"The adapter at '{path}' is on the meta device with init_lora_weights={kind!r}, whose values are computed "
             f"from those of the base. Attach it to a base with values, or set init_lora_weights=True."
