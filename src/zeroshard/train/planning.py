@@ -5,8 +5,8 @@ Rank 0 plans for all ranks.
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,7 @@ def plan_ahead(config: TrainConfig, mesh: Mesh, profile: Path | None = None) -> 
         answer = on_rank_zero(mesh, partial(_answer, config, mesh, profile), "planning", show)
     if mesh.rank == 0:
         _tell([in_options(line, TrainConfig, sys.argv) for line in answer["lines"]])
-    predicted = None if answer["prediction"] is None else _prediction(answer["prediction"])
+    predicted = None if answer["prediction"] is None else Prediction.from_dict(answer["prediction"])
     if config.planning == "auto":
         plan = replace(Plan.from_dict(answer["plan"]), transport=config.plan.transport)
         batch = _rows(config, mesh) // data_ranks_of(plan, mesh.ranks)
@@ -130,9 +130,3 @@ def _kept(config: TrainConfig, mesh: Mesh) -> tuple[Path, Plan] | None:
     chosen, given, usual = (dict(flat(plan.as_dict())) for plan in (before.plan, config.plan, Plan()))
     open_ones = [name for name in SEARCHED_UNLESS_GIVEN if given[name] == usual[name]]
     return folder, config.plan.with_settings({name: chosen[name] for name in (*SEARCHED, *open_ones)})
-
-
-def _prediction(found: Mapping[str, Any]) -> Prediction:
-    """The prediction that `Prediction.as_dict` stored."""
-    values = {field.name: found[field.name] for field in fields(Prediction) if field.name in found}
-    return Prediction(**{**values, "plan": Plan.from_dict(found["plan"]), "notes": tuple(found["notes"])})

@@ -56,6 +56,7 @@ def put_together(
         mode="shallow-real" if timed or task.values else "fake",
         time_mode="shallow-real" if timed else "roofline",
         memory=fullest.memory,
+        phases=fullest.phases,
         capacity_bytes=device.beside(communicators),
         host=fullest.host,
         disk_bytes=fullest.disk_nbytes,

@@ -16,7 +16,7 @@ class RankCosts:
     """One rank's numbers, at the model's depth and the plan's microbatches.
 
     Attributes:
-        memory: bytes by category at the peak.
+        phases: bytes by category at the peak of each phase of a step.
         wire: bytes by purpose.
         spent: seconds by cause.
         snapshot_nbytes: bytes of its shard of a checkpoint.
@@ -32,7 +32,7 @@ class RankCosts:
     """
 
     rank: int
-    memory: Mapping[str, int]
+    phases: Mapping[str, Mapping[str, int]]
     wire: Mapping[str, int]
     spent: Mapping[str, float]
     snapshot_nbytes: int
@@ -45,6 +45,11 @@ class RankCosts:
     waits: float = 0.0
     microbatch_waits: float = 0.0
     host_mean: int | None = None
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes by category at the peak."""
+        return dict(highest_of(self.phases))
 
     @property
     def on_host(self) -> int:
@@ -83,7 +88,7 @@ def rank_costs_from(numbers: Mapping[str, float], last: Rehearsed, exact: bool) 
     """A rank's `RankCosts` from numbers as `numbers_of` gives them, extrapolated over depths and microbatches."""
     return RankCosts(
         last.rank,
-        _highest(numbers),
+        _phases(numbers),
         _whole(_part(numbers, "wire")),
         _part(numbers, "spent"),
         round(numbers["snapshot"]),
@@ -124,13 +129,13 @@ def memory_numbers(one: Rehearsed, microbatches: int) -> dict[str, float]:
     return numbers
 
 
-def _highest(numbers: Mapping[str, float]) -> dict[str, int]:
-    """Bytes by category in the phase with the most."""
+def _phases(numbers: Mapping[str, float]) -> dict[str, dict[str, int]]:
+    """Bytes by phase and category."""
     phases: dict[str, dict[str, int]] = {}
     for key, nbytes in _part(numbers, "memory").items():
         phase, _, name = key.partition("/")
         phases.setdefault(phase, {})[name] = round(nbytes)
-    return dict(highest_of(phases))
+    return phases
 
 
 def _part(numbers: Mapping[str, float], name: str) -> dict[str, float]:

@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, Self
 
 from zeroshard.memory.ledger import Event
 from zeroshard.plan import Plan
@@ -32,6 +32,7 @@ class Prediction:
         time_mode: method of the time: each operation by rates of the device, few layers really run, or a first
             estimate.
         memory: bytes by category at the peak; their sum is `peak_bytes`.
+        phases: bytes by category at the peak of each phase: build (making the engine), forward, backward and update.
         capacity_bytes: bytes of the device for tensors.
         communicators: NCCL communicators of the rank, which have buffers of `communicator_bytes` together, by an
             assumption for each, outside of the capacity.
@@ -76,6 +77,7 @@ class Prediction:
     communicator_bytes: int = 0
     node_ranks: int = 1
     optimizer: str = ""
+    phases: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     @property
     def host_parts(self) -> dict[str, int]:
@@ -157,6 +159,7 @@ class Prediction:
             "communicators": self.communicators,
             "communicator_bytes": self.communicator_bytes,
             "memory": dict(self.memory),
+            "phases": {phase: dict(memory) for phase, memory in self.phases.items()},
             "host": dict(self.host),
             "disk_bytes": self.disk_bytes,
             "host_bytes": self.host_bytes,
@@ -175,6 +178,24 @@ class Prediction:
             "notes": list(self.notes),
             "owners": self.owners,
         }
+
+    def whole_dict(self) -> dict[str, Any]:
+        """`as_dict`, with memory over the step and the timeline: each rank's actions as they print, start and end."""
+        events = [{"seconds": event.t, "label": event.label, "bytes": event.nbytes} for event in self.events]
+        timeline = [[[str(action), start, end] for action, start, end in row] for row in self.spans]
+        return self.as_dict() | {"memory_over_step": events, "timeline": timeline}
+
+    @classmethod
+    def from_dict(cls, stored: Mapping[str, Any]) -> Self:
+        """The prediction that `as_dict` or `whole_dict` gave."""
+        values = {one.name: stored[one.name] for one in fields(cls) if one.name in stored}
+        values |= {"plan": Plan.from_dict(stored["plan"]), "notes": tuple(stored["notes"])}
+        events = stored.get("memory_over_step", ())
+        values["events"] = tuple(Event(one["seconds"], one["label"], one["bytes"]) for one in events)
+        values["spans"] = tuple(
+            tuple((Action.parse(text), start, end) for text, start, end in row) for row in stored.get("timeline", ())
+        )
+        return cls(**values)
 
 
 @dataclass(frozen=True, slots=True)
