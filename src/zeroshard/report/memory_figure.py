@@ -1,5 +1,6 @@
 """The ledger over one training step: stacked categories, the peak, and the events that moved most bytes."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -71,6 +72,31 @@ def memory_figure(step: MemoryStep) -> Figure:
         holds=True,
         marked=tuple((number, change.tip) for number, change in enumerate(marked, 1)),
     )
+
+
+def phases_figure(phases: Mapping[str, Mapping[str, float]], held: Sequence[str]) -> Figure:
+    """The chart of the peaks of a step's phases, for a plan of which no curve over the step is known.
+
+    Args:
+        phases: bytes by category at each peak, in the order of the phases.
+        held: the categories, from the foot of the stack up.
+    """
+    caption = "Memory at the peak of each phase of a step, by category; build is the making of the engine."
+    highest = [max(memory.get(name, 0) for memory in phases.values()) for name in held]
+    legend = [LegendEntry("area", hue(i), f"{name}, up to {format_bytes(highest[i])}") for i, name in enumerate(held)]
+    tops = [list(accumulate(memory.get(name, 0) for name in held)) for memory in phases.values()]
+    return Figure(both_widths(partial(_draw_phases, list(phases), tops, caption)), tuple(reversed(legend)), caption)
+
+
+def _draw_phases(names: list[str], tops: list[list[float]], caption: str, frame: Frame) -> Markup:
+    canvas, count = Canvas(frame, caption), len(names)
+    y = bytes_axis("bytes on this rank", 1.05 * max(stack[-1] for stack in tops))
+    canvas.axes(ChartAxis("", 0, count, tuple((i + 0.5, name) for i, name in enumerate(names))), y)
+    canvas.bands([frame.x(i / count) for i in range(count + 1)], tops, y, [hue(i) for i in range(len(tops[0]))])
+    for i, stack in enumerate(tops):
+        at = (frame.x((i + 0.5) / count), frame.y(y.fraction(stack[-1])) - 5)
+        canvas.text(at, format_bytes(stack[-1]), "number middle")
+    return canvas.to_markup()
 
 
 def _named(step: MemoryStep) -> list[tuple[int, str]]:

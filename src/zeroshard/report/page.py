@@ -1,6 +1,7 @@
 """Composes the page: facts, charts, tables and the sample, into one file that loads nothing else."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -54,12 +55,17 @@ def write_report(run: Path) -> Path:
     return target
 
 
-def compose(**content: object) -> str:
-    """Render the template with its content; style and script come from the package."""
-    template = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    ).from_string(_resource("template.html.j2"))
-    return template.render(style=Markup(_resource("style.css")), script=Markup(_resource("hover.js")), **content)
+def compose(template: str = "run.html.j2", scripts: Sequence[str] = ("hover.js",), **content: object) -> str:
+    """Render a template with its content; style and scripts come from the package."""
+    environment = jinja2.Environment(
+        loader=jinja2.FunctionLoader(_resource),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    script = Markup("\n".join(map(_resource, scripts)))
+    return environment.get_template(template).render(style=Markup(_resource("style.css")), script=script, **content)
 
 
 def _page(run: RunRecord, timeline: TimelineSection | None) -> str:

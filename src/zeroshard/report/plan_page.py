@@ -10,7 +10,8 @@ from zeroshard.errors import ReportError
 from zeroshard.memory.ledger import Event
 from zeroshard.planner.predict.result import Prediction
 from zeroshard.planner.search.text import MODES, TIME_MODES, categories, left_out, seconds, shares, short
-from zeroshard.report.memory_figure import hue, memory_figure
+from zeroshard.report.chart import Figure
+from zeroshard.report.memory_figure import hue, memory_figure, phases_figure
 from zeroshard.report.page import compose
 from zeroshard.report.run_folder import MemoryEvent, MemoryStep
 from zeroshard.report.tables import Cell, Row, Table, fields_table
@@ -20,6 +21,8 @@ from zeroshard.report.timeline_section import NAMESPACE, TimelineSection
 from zeroshard.report.timeline_trace import timeline_trace
 from zeroshard.schedule.simulate import Timeline
 from zeroshard.text import format_bytes, format_exact
+
+BESIDE = " Beside this page it lies as a drawing, an image and a trace, which opens in ui.perfetto.dev."
 
 
 def write_plan(p: Prediction, stem: Path, title: str, notes: tuple[str, ...] = ()) -> list[Path]:
@@ -50,25 +53,42 @@ def write_plan(p: Prediction, stem: Path, title: str, notes: tuple[str, ...] = (
 
 def plan_page(p: Prediction, title: str, notes: tuple[str, ...] = ()) -> str:
     """The page as text."""
+    return compose(
+        title=title,
+        versions=short(p.plan, p.ranks),
+        notes=(*remarks(p), *notes),
+        facts=_facts(p),
+        course=(),
+        loss=None,
+        timeline=plan_timeline(p),
+        memory=plan_memory(p),
+        tables=[(table, None) for table in plan_tables(p)],
+        plan=fields_table(p.plan.as_dict()),
+        corpus={},
+        sample="",
+    )
+
+
+def remarks(p: Prediction) -> tuple[str, ...]:
+    """Remarks on the numbers of a plan, a sentence each."""
+    return (*p.notes, *(left.sentence for left in left_out(p) if p.events))
+
+
+def plan_memory(p: Prediction) -> Figure | None:
+    """Memory over the step, or at the peak of each phase where few blocks were rehearsed; None without either."""
     held = categories([p])
     events = [
         MemoryEvent(event.t, event.label or _moved(before, event), tuple(event.nbytes.get(c, 0) for c in held))
         for before, event in pairwise((*p.events[:1], *p.events))
     ]
-    return compose(
-        title=title,
-        versions=short(p.plan, p.ranks),
-        notes=(*p.notes, *(left.sentence for left in left_out(p) if events), *notes),
-        facts=_facts(p),
-        course=(),
-        loss=None,
-        timeline=_timeline(p),
-        memory=memory_figure(MemoryStep(p.rank, tuple(held), tuple(events))) if events else None,
-        tables=[(table, None) for table in (_memory(p, held), _time(p), _wire(p)) if table.rows],
-        plan=fields_table(p.plan.as_dict()),
-        corpus={},
-        sample="",
-    )
+    if events:
+        return memory_figure(MemoryStep(p.rank, tuple(held), tuple(events)))
+    return phases_figure(p.phases, held) if p.phases else None
+
+
+def plan_tables(p: Prediction) -> list[Table]:
+    """The bytes on the fullest rank, the time of the step by cause, and the traffic; those that have rows."""
+    return [table for table in (_memory(p, categories([p])), _time(p), _wire(p)) if table.rows]
 
 
 def _moved(before: Event, event: Event) -> str:
@@ -89,11 +109,16 @@ def _facts(p: Prediction) -> tuple[tuple[str, str], ...]:
     )
 
 
-def _timeline(p: Prediction) -> TimelineSection | None:
+def plan_timeline(p: Prediction, beside: str = BESIDE) -> TimelineSection | None:
+    """The timeline of a pipeline; None of other plans.
+
+    Args:
+        beside: a sentence about files, after the caption.
+    """
     if not p.spans:
         return None
     drawing = timeline_svg([Timeline(short(p.plan, p.ranks), [list(row) for row in p.spans])])
-    caption = "Predicted. Beside this page it lies as a drawing, an image and a trace, which opens in ui.perfetto.dev."
+    caption = f"Predicted.{beside}"
     # the drawing has escaped all text and attributes
     return TimelineSection("Timeline of one step", Markup(drawing.replace(NAMESPACE, "", 1)), caption)
 
