@@ -80,9 +80,10 @@ class GivenWeights:
                 f"does, or take those that match: engine.load_state_dict(state, strict=False)."
             )
         known = sorted(set(self._state) - set(unexpected) - extras)
+        integers = {name for name, parameter in self._model.named_parameters() if _holds_integers(parameter)}
         for name in known:
             first = self._first.get(name, name)
-            self._check(name, shapes[first], first in parameters)
+            self._check(name, shapes[first], first not in integers if first in parameters else None)
         for name in known:
             self._compare(name, self._first.get(name, name))
 
@@ -116,8 +117,12 @@ class GivenWeights:
         names = [wanted, *(other for other, first in self._first.items() if first == wanted)]
         return next((self._state[each].detach() for each in names if each in self._state), None)
 
-    def _check(self, name: str, needed: Shape, floating: bool) -> None:
-        """Refuse a value that is no tensor of this shape."""
+    def _check(self, name: str, needed: Shape, floating: bool | None) -> None:
+        """Refuse a value that is no tensor of this shape.
+
+        Args:
+            floating: whether its numbers must be floating-point ones; None for a buffer, of which any are taken.
+        """
         value = self._state[name]
         if not isinstance(value, torch.Tensor):
             raise CheckpointError(f"{self.path} holds a {type(value).__name__} under '{name}', and a tensor is needed.")
@@ -126,10 +131,11 @@ class GivenWeights:
                 f"{self.path} is of another model: '{name}' is {tuple(value.shape)} there and {needed} here. Build the "
                 f"model that was trained there."
             )
-        if floating and not value.is_floating_point():
+        if floating is not None and floating != (value.is_floating_point() or value.is_complex()):
+            needed_kind = "floating-point numbers" if floating else "integers, since it is quantised"
             raise CheckpointError(
-                f"{self.path} holds '{name}' as {value.dtype} and the model has floating-point numbers. Give weights "
-                f"that are not quantized."
+                f"{self.path} holds '{name}' as {value.dtype} and the model has {needed_kind}. Give weights "
+                f"{'that are not quantised' if floating else 'of a model that is quantised alike'}."
             )
 
     def _compare(self, name: str, first: str) -> None:
@@ -226,6 +232,10 @@ def _from_rank_0(state: Mapping[str, Any] | None, world: Comm, by_rank: list[dic
         world.broadcast(value, f"given {key}", 0)
         whole[key] = value.cpu()
     return whole
+
+
+def _holds_integers(parameter: nn.Parameter) -> bool:
+    return not (parameter.dtype.is_floating_point or parameter.dtype.is_complex)
 
 
 def _buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

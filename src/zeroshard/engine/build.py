@@ -30,6 +30,7 @@ from zeroshard.pipeline.whole import WholeModel
 from zeroshard.plan import Plan
 from zeroshard.platform.accelerator import is_accelerator
 from zeroshard.precision.cast import DTYPES, Precision, keep_in_fp32
+from zeroshard.quantized.weights import take_apart
 from zeroshard.rng.exact import random_numbers_of
 from zeroshard.rng.rows import Rows
 from zeroshard.saved.savers import Savers, SavingPlan, savers_of
@@ -180,6 +181,7 @@ class Builder:
             materialiser.materialise(module)  # buffers of modules without parameters
         dtype_of = lambda p: self._precision.dtype_of(p, p in chosen.fp32)  # noqa: E731
         self._stage.release_other_stages(chosen.units, materialiser.real, dtype_of, self._ledger)
+        take_apart(self._model)  # quantised weights refer to the real parameters now
         self._place_buffers(self._stage.skipped_modules)
         self._comm.agree(b"", "weights are in place")
         self._axes.begin()

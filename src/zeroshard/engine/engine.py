@@ -40,7 +40,9 @@ from zeroshard.pipeline.run.steps import PipelineOrder, scope_of
 from zeroshard.pipeline.stage import Stage, make_stage
 from zeroshard.plan import Plan
 from zeroshard.platform.accelerator import is_accelerator
+from zeroshard.precision.cast import Precision
 from zeroshard.precision.clash import raise_explained
+from zeroshard.quantized.weights import take_apart
 from zeroshard.recompute.arena import ArenaUse
 from zeroshard.schedule import Layout, PipelineSchedule
 from zeroshard.step.backward import Backward, ListedBackward
@@ -56,7 +58,7 @@ from zeroshard.units.hooks import Hook
 from zeroshard.units.materialise import Initialiser
 from zeroshard.validation.arguments import check_arguments, check_options
 from zeroshard.validation.memory import raises_budget_exceeded
-from zeroshard.validation.model_checks import FIRST_STEPS, check_model, guard, warn_of_unused
+from zeroshard.validation.model_checks import FIRST_STEPS, check_computing, check_model, guard, warn_of_unused
 from zeroshard.validation.ranks import check_alike, check_replicas, tied_names
 from zeroshard.version import __version__
 
@@ -99,8 +101,10 @@ class Engine:
     ) -> None:
         check_arguments(model, optimizer, plan)
         check_options(mesh, loss=loss, initialise=initialise)
+        quantized = take_apart(model, optimizer if isinstance(optimizer, torch.optim.Optimizer) else None)
         check_model(model)
         self.model, self.plan = model, plan or Plan()
+        check_computing(quantized, model, Precision.named(self.plan.precision).compute)
         self.mesh = mesh or shared_mesh(self.plan.timeout)
         self.ledger = self._limited_ledger()
         self._loss = loss or partial(loss_of, model)

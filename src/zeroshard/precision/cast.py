@@ -13,6 +13,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils._pytree import tree_map_only
 
 from zeroshard.errors import PlanError
+from zeroshard.quantized.weights import KEEPS_DTYPE
 
 FP32 = "computes_in_fp32"  # an attribute, true of modules that compute in fp32 without being named
 RETURNS_FP32 = "returns_fp32"  # and one of modules whose outputs are not cast back
@@ -31,8 +32,8 @@ class Precision:
         return cls(None if name == "fp32" else DTYPES[name])
 
     def dtype_of(self, parameter: nn.Parameter, stays_fp32: bool) -> torch.dtype:
-        """The dtype in which a parameter computes; integer parameters stay as they are."""
-        if self.compute is None or not parameter.dtype.is_floating_point:
+        """The dtype in which a parameter computes; integers and statistics of quantised weights stay as they are."""
+        if self.compute is None or not parameter.dtype.is_floating_point or getattr(parameter, KEEPS_DTYPE, False):
             return parameter.dtype
         return torch.float32 if stays_fp32 else self.compute
 

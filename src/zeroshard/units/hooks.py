@@ -44,11 +44,12 @@ def outside(call: Callable[..., Any]) -> Hook:
 
 
 def in_place_of(parameter: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
-    """A parameter with other values that replaces `parameter`: trained or frozen alike, with its hooks.
+    """A parameter with other values that replaces `parameter`: of its class, with its attributes and its hooks.
 
-    They are one collection, so a handle of the user removes a hook from both.
+    The hooks are one collection, so a handle of the user removes a hook from both.
     """
-    made = nn.Parameter(values, requires_grad=parameter.requires_grad)
+    made: nn.Parameter = torch.Tensor._make_subclass(type(parameter), values, parameter.requires_grad)
+    vars(made).update(vars(parameter))
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         hooks = getattr(parameter, name)
         if hooks is not None:

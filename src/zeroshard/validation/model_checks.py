@@ -17,6 +17,8 @@ from zeroshard.access.writes import Writes
 from zeroshard.errors import ModelError, PlanError, UnusedParameterWarning
 from zeroshard.parts.part import Part, Parts
 from zeroshard.parts.weights import ABSENT
+from zeroshard.precision.cast import DTYPES
+from zeroshard.quantized.weights import QuantizedWeight
 from zeroshard.text import format_names
 from zeroshard.units.hooks import Hook
 from zeroshard.units.watched_parameters import WatchedParameter
@@ -67,6 +69,41 @@ def check_model(model: nn.Module) -> None:
         for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
             _check_tensor(f"{path}.{name}" if path else name, tensor, module)
     _check_overlaps(model)
+
+
+def check_computing(found: Sequence[QuantizedWeight], model: nn.Module, compute: torch.dtype | None) -> None:
+    """Refuse 4-bit layers that compute in fp16 in a model that does not; warn of those that compute in fp32.
+
+    Args:
+        compute: the plan's dtype of computation; None for the parameters' own.
+
+    Raises:
+        ModelError: fp16 would overflow, and lose small gradients, without a loss scale.
+    """
+    trained = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
+    around = {compute} if compute is not None else trained
+    for weight in found:
+        own = getattr(weight.module, "compute_dtype", None)
+        if own not in DTYPES.values() or own in around or not around:
+            continue
+        name, rest = _short(own), _short(next(iter(around)))
+        if own is torch.float16:
+            raise ModelError(
+                f"'{weight.label}' is a {weight.format.label} that computes in {name} (bnb_4bit_compute_dtype), and "
+                f"the model computes in {rest}: magnitudes over 65,504 become infinite there, and gradients under 6e-8 "
+                f"become 0, without a loss scale. Set bnb_4bit_compute_dtype=torch.{rest}, or Plan(precision='fp16')."
+            )
+        if own is torch.float32:
+            warnings.warn(
+                f"'{weight.label}' and other 4-bit weights compute in {name} (bnb_4bit_compute_dtype) in a model that "
+                f"computes in {rest}: it is exact, and slower than bnb_4bit_compute_dtype=torch.{rest}.",
+                stacklevel=3,
+            )
+            return
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def guard(model: nn.Module, parts: Parts, forward: Running, staged: bool) -> None:

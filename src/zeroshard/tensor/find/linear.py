@@ -6,6 +6,8 @@ from typing import Any
 from torch import nn
 from torch.nn.utils import parametrize
 
+from zeroshard.quantized.weights import has_quantized
+
 CONV1D = "transformers.pytorch_utils.Conv1D"  # a linear layer with a weight [I, O]
 PLAIN = frozenset({CONV1D, "transformers.models.falcon.modeling_falcon.FalconLinear"})  # x W and a bias, no more
 
@@ -40,6 +42,8 @@ def why_no_linear(module: nn.Module) -> str:
     kind = type(module).__name__
     if not isinstance(module, nn.Linear) and class_path(module) != CONV1D:
         return f"{kind} is no linear layer"
+    if has_quantized(module):
+        return f"this {kind} has a quantised weight, and its blocks are not divided among ranks"
     if not (class_path(module) in PLAIN or getattr(type(module), "forward", None) is nn.Linear.forward):
         return f"{kind} has a forward of its own, so that what it does with its weight is not known"
     if parametrize.is_parametrized(module) or set(dict(module.named_parameters())) - {"weight", "bias"}:
