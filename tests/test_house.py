@@ -21,7 +21,8 @@ FLOORS = {
     "comm": 0.6,
     "kernels": 0.9,  # C++ for every room above
     **dict.fromkeys(("units", "schedule", "checkpoint"), 1),  # the backbones; files and boxes
-    **dict.fromkeys(("autograd", "replay", "planning", "quantized"), 1.2),  # seams between techniques and torch, or the planner
+    **dict.fromkeys(("autograd", "replay", "planning"), 1.2),  # seams between techniques and torch, or the planner
+    "quantized": 1.2,  # weights of other packages
     "parts": 1.3,  # protocols through which techniques reach the engine
     "rng": 1.5,  # numbers that any technique may draw
     "optim": 1.6,  # torch.optim over flats, on which updaters of other rooms stand
