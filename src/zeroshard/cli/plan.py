@@ -24,8 +24,9 @@ from zeroshard.planner.predict.predict import predict
 from zeroshard.planner.predict.rehearse import TrainingTask, quiet
 from zeroshard.planner.predict.result import Found, Prediction
 from zeroshard.planner.predict.torch_internals import fakes
+from zeroshard.planner.search.adapted import with_adapters
 from zeroshard.planner.search.search import search
-from zeroshard.planner.search.text import describe, left_out, short, why_first
+from zeroshard.planner.search.text import describe, left_out, named, why_first
 from zeroshard.report.plan_page import write_plan
 from zeroshard.report.plan_text import (
     causes_table,
@@ -106,8 +107,12 @@ def described_task(options: PlanOptions, devices: int) -> tuple[TrainingTask, Pl
     config = TrainConfig(model=options.model, sequence=sequence, optimizer=options.optimizer)
     rows = options.global_batch or ROWS * devices
     if options.own:
-        return with_cheaper(own_task(config, rows, options.batch_of), config), Plan(**options.fields)
-    return with_cheaper(language_task(config, rows), config), replace(config.plan, **options.fields)
+        task, plan = own_task(config, rows, options.batch_of), Plan(**options.fields)
+    else:
+        task, plan = language_task(config, rows), replace(config.plan, **options.fields)
+    if options.adapters is not None:
+        return with_adapters(task, options.adapters, options.adapter_rank), plan
+    return with_cheaper(task, config), plan
 
 
 def _with_events(found: Found, number: int, task: TrainingTask, machines: Machines) -> Found:
@@ -164,10 +169,10 @@ def _write_plans(options: PlanOptions, found: Found, task: TrainingTask) -> list
 
 
 def plan_toml(prediction: Prediction, task: TrainingTask, options: PlanOptions) -> str:
-    """The plan as `zeroshard train --config` takes it; for a model of the user's code, as `zs.Plan` takes it."""
-    about = f"# {short(prediction.plan, prediction.ranks)}; {prediction.batch} rows of one step per rank or replica\n"
+    """The plan as `zeroshard train --config` takes it; for the user's code or adapters, as `zs.Plan` takes it."""
+    about = f"# {named(prediction)}; {prediction.batch} rows of one step per rank or replica\n"
     whole = prediction.plan.as_dict()
-    if options.own:
+    if options.own or prediction.adapters:
         return about + tomli_w.dumps(differing(whole, Plan().as_dict()))
     return about + tomli_w.dumps({**job_of(prediction, task, options), "plan": _spelled_out(whole)})
 

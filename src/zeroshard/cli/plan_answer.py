@@ -10,6 +10,7 @@ from zeroshard.doctor.hardware import Machines
 from zeroshard.plan import GROUPS, Plan, option_of
 from zeroshard.planner.predict.rehearse import TrainingTask
 from zeroshard.planner.predict.result import Found, Prediction
+from zeroshard.planner.search.adapted import peft_lines
 from zeroshard.planner.search.text import changes
 from zeroshard.text import format_bytes
 from zeroshard.train.config import TrainConfig
@@ -20,14 +21,16 @@ NAMED = "|".join(kind.__name__ for kind in (Plan, *GROUPS.values()))
 
 def answer_lines(found: Found, task: TrainingTask, machines: Machines, options: PlanOptions) -> Iterator[str]:
     """The first plan, ready to copy; the nearest ways where none fits."""
-    if not found.best:
-        yield "The nearest ways:"
+    for best in found.best[:1]:
+        yield f"Plan 1: {', '.join(_speed(best, task, machines))}."
+        if best.adapters:
+            yield from (f"  {line}" for line in peft_lines(best.adapters))
+        elif not options.own:
+            yield f"  {option_line(best, task, options)}"
+        yield f"  {python_line(best.plan)}"
+    if found.ways or not found.best:
+        yield "The nearest ways to train every weight:" if found.best else "The nearest ways:"
         yield from (f"  {number}. {way}" for number, way in enumerate(found.ways, 1))
-        return
-    best = found.best[0]
-    yield f"Plan 1: {', '.join(_speed(best, task, machines))}."
-    yield from () if options.own else [f"  {option_line(best, task, options)}"]
-    yield f"  {python_line(best.plan)}"
 
 
 def option_line(prediction: Prediction, task: TrainingTask, options: PlanOptions) -> str:
@@ -62,7 +65,7 @@ def differing(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[st
 
 
 def model_flops_share(prediction: Prediction, task: TrainingTask, machines: Machines) -> float | None:
-    """Model FLOPs utilization (2204.02311, appendix B), with 6 FLOPs per token and used parameter.
+    """Model FLOPs utilization (2204.02311, appendix B): 6 FLOPs per token and used parameter, 4 if that is frozen.
 
     None where the parameters that a token uses are not known.
     """
@@ -70,17 +73,18 @@ def model_flops_share(prediction: Prediction, task: TrainingTask, machines: Mach
     if used is None:
         return None
     rate = device.matrix_flops.get(prediction.plan.precision, device.matrix_flops["fp32"]) / device.peak_share
-    return 6 * used * prediction.tokens_per_second / (rate * prediction.ranks)
+    return (4 if prediction.adapters else 6) * used * prediction.tokens_per_second / (rate * prediction.ranks)
 
 
 def answer_json(found: Found, task: TrainingTask, machines: Machines, options: PlanOptions) -> dict[str, Any]:
     """The same for programs."""
+    ways = {"ways": list(found.ways)} if found.ways or not found.best else {}
     if not found.best:
-        return {"ways": list(found.ways)}
+        return ways
     best = found.best[0]
-    return {
+    return ways | {
         "answer": {
-            "options": None if options.own else option_line(best, task, options),
+            "options": None if options.own or best.adapters else option_line(best, task, options),
             "python": python_line(best.plan),
             "model_flops_share": model_flops_share(best, task, machines),
             "hours_per_billion_tokens": 1e9 / best.tokens_per_second / 3600 if best.tokens_per_second else None,

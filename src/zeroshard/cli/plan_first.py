@@ -18,7 +18,7 @@ COLUMNS = 120  # without a terminal
 
 def print_first_table(options: PlanOptions, machines: Machines) -> None:
     """Print the first table on stderr, apart from the result; nothing for models of unknown shapes."""
-    if options.own or options.largest or options.json or options.optimizer != "adamw":
+    if options.own or options.largest or options.json or options.adapters or options.optimizer != "adamw":
         return
     shape = shape_of(options.model)
     if shape is None:

@@ -60,6 +60,11 @@ class PlanOptions:
     tensor_parallel: int | None = None
     """Ranks that split each layer in all plans, 2 or more; by default every number that divides the devices of a node
     is tried."""
+    adapters: Literal["lora", "qlora"] | None = None
+    """Train adapters beside the frozen model (LoRA), or beside one in 4 bits (QLoRA); by default where nothing else
+    fits."""
+    adapter_rank: int = 16
+    """Rank of the adapters, which all linear layers but the output layer get."""
     offload: bool = False
     """Try plans with offload to host memory even if others fit; if none does, they are tried in any case."""
     top: int = 5
@@ -85,7 +90,7 @@ class PlanOptions:
     """Print JSON instead of tables."""
 
     def __post_init__(self) -> None:
-        for name in ("gpus", "per_node", "global_batch", "sequence", "top", "explain", "ranks"):
+        for name in ("gpus", "per_node", "global_batch", "sequence", "top", "explain", "ranks", "adapter_rank"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; it must be 1 or more.")
@@ -132,7 +137,7 @@ class PlanOptions:
 
     def _check_largest(self) -> None:
         given = {"model": self.model != MODEL, "batch_of": self.batch_of, "explain": self.explain, "out": self.out}
-        given |= {"tensor_parallel": self.tensor_parallel}
+        given |= {"tensor_parallel": self.tensor_parallel, "adapters": self.adapters}
         for name in (name for name, value in {**given, "write": self.write}.items() if value and self.largest):
             raise ConfigError(f"largest looks through the built-in GPT in all sizes; leave out {name}.")
 

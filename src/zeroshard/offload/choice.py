@@ -88,7 +88,8 @@ class Offloading(Choice):
         gathered = states.largest if self.sliced and (states.slices > 1 or parameters_offloaded) else 0
         stay = max(Fraction(0), (1 - Fraction(self.policy.fraction)) * states.trainable - states.largest)
         kept = stay * (states.gradient + states.master_weight + states.optimizer_state) / states.slices
-        whole = Fraction(weights, states.slices if self.sliced else 1) * states.parameter
+        held = weights * states.parameter + (0 if parameters_offloaded else states.packed)
+        whole = Fraction(held) / (states.slices if self.sliced else 1)
         return ceil(whole + kept) + gathered * states.parameter
 
     def least_host_bytes(self, states: States, ranks: int) -> int:
@@ -99,7 +100,7 @@ class Offloading(Choice):
             moved = max(Fraction(0), Fraction(policy.fraction) * states.trainable - states.largest)
             kept += moved * (4 + states.optimizer_state * Fraction(MOMENT_BYTES[policy.moments], 4))
         if policy.parameters and not policy.disk_parameters:
-            kept += (states.trainable + states.frozen) * states.parameter
+            kept += (states.trainable + states.frozen) * states.parameter + states.packed
         return int(kept / states.slices)
 
     def remedies(self, ranks: int) -> Iterator[Remedy]:

@@ -63,7 +63,8 @@ class Stages(Choice):
 
     def share(self, states: States, ranks: int) -> States:
         """The stage with most holds at least an equal part."""
-        return replace(states, trainable=states.trainable // self.stages, frozen=states.frozen // self.stages)
+        trainable, frozen, packed = (n // self.stages for n in (states.trainable, states.frozen, states.packed))
+        return replace(states, trainable=trainable, frozen=frozen, packed=packed)
 
     def filled(self, split: Split) -> Mapping[str, Any]:
         """The setting for the cut, unless the plan has one."""

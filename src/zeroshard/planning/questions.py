@@ -48,6 +48,7 @@ class States:
     Attributes:
         trainable: parameters that are trained.
         frozen: those that are not.
+        packed: bytes of frozen parameters that are no floating-point numbers.
         largest: parameters of the largest unit.
         optimizer_state: bytes of the optimizer's states per trained parameter, in fp32.
         parameter: bytes of one parameter.
@@ -66,6 +67,7 @@ class States:
     master_weight: int = 0
     slices: int | Fraction = 1
     mixtures: Mixtures = Mixtures()
+    packed: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from zeroshard.planner.predict.result import Prediction, Refusal, Span
 from zeroshard.planner.search.largest import Largest
-from zeroshard.planner.search.text import MODES, TIME_MODES, alike, categories, found_by, seconds, shares, short
+from zeroshard.planner.search.text import MODES, TIME_MODES, alike, categories, found_by, named, seconds, shares, short
 from zeroshard.report.plain_table import plain_table
 from zeroshard.report.timeline_figure import NAMES
 from zeroshard.schedule.actions import Kind
@@ -69,7 +69,7 @@ def _overview(predictions: Sequence[Prediction], title: str) -> Table:
     for number, p in enumerate(predictions, 1):
         table.add_row(
             str(number),
-            f"{short(p.plan, p.ranks)}, {p.batch} row{'s' * (p.batch > 1)}",
+            f"{named(p)}, {p.batch} row{'s' * (p.batch > 1)}",
             ("yes*" if p.waits_for_checkpoints else "yes") if p.fits else Text("no", "red"),
             _amount(p.peak_bytes / unit),
             seconds(p.seconds),

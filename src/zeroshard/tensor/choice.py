@@ -35,8 +35,9 @@ class Splitting(Choice):
 
     def share(self, states: States, ranks: int) -> States:
         """At least an equal part: norms, and biases of row-parallel layers, are whole on every rank."""
-        trainable, frozen, largest = (n // self.ranks for n in (states.trainable, states.frozen, states.largest))
-        return replace(states, trainable=trainable, frozen=frozen, largest=largest)
+        whole = (states.trainable, states.frozen, states.packed, states.largest)
+        trainable, frozen, packed, largest = (n // self.ranks for n in whole)
+        return replace(states, trainable=trainable, frozen=frozen, packed=packed, largest=largest)
 
     def remedies(self, ranks: int) -> Iterator[Remedy]:
         """More ranks in each layer with stage 3, whose largest gathered unit shrinks too."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from math import ceil
 from typing import Any, Literal
 
@@ -62,6 +63,7 @@ class Slicing(Choice):
         each = BytesPerParameter(states.parameter, states.gradient, states.master_weight, states.optimizer_state)
         found = state_bytes(states.trainable, states.slices, self.zero, each).total
         found += state_bytes(states.frozen, states.slices, self.zero, each, frozen=True).total
+        found += Fraction(states.packed) / (states.slices if self.zero == 3 else 1)
         gathered = states.largest * states.parameter if self.zero == 3 and ranks > 1 else 0
         return ceil(found) + gathered
 

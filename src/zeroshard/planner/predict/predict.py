@@ -72,6 +72,8 @@ def put_together(
         communicators=communicators,
         communicator_bytes=communicators * device.communicator_bytes,
         node_ranks=per_node,
+        adapters=task.adapters,
+        optimizer=task.smaller,
     )
 
 

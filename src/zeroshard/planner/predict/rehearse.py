@@ -70,6 +70,8 @@ class TrainingTask:
             out plans that change results.
         made_aside: whether `build` makes the model in host memory, where that is not the device's.
         values: whether the model must be run on tensors with values, which takes as much memory as a run.
+        adapters: that are trained instead of the model, in words; empty without.
+        smaller: the name of the optimizer, where it is one of `others`; else empty.
     """
 
     build: Callable[[], nn.Module]
@@ -85,6 +87,8 @@ class TrainingTask:
     others: Mapping[str, tuple[Callable[[Any], torch.optim.Optimizer], ...]] | None = None
     loss: Any = None
     host_optimizer: Callable[[Any], torch.optim.Optimizer] | None = None
+    adapters: str = ""
+    smaller: str = ""
 
     @cached_property
     def facts(self) -> ModelFacts:

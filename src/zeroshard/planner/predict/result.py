@@ -51,6 +51,7 @@ class Prediction:
         notes: remarks on these numbers, a sentence each.
         owners: what owners of whole parameters do and cost, in sentences; empty where slices are even.
         optimizer: the name of another optimizer than the one that was asked for.
+        adapters: that are trained instead of the model, in words; empty without.
     """
 
     plan: Plan
@@ -77,6 +78,7 @@ class Prediction:
     communicator_bytes: int = 0
     node_ranks: int = 1
     optimizer: str = ""
+    adapters: str = ""
     phases: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     @property
@@ -168,6 +170,7 @@ class Prediction:
             "node_ranks": self.node_ranks,
             "waits_for_checkpoints": self.waits_for_checkpoints,
             "optimizer": self.optimizer,
+            "adapters": self.adapters,
             "host_capacity_bytes": self.host_capacity_bytes,
             "wire_bytes": dict(self.wire_bytes),
             "seconds": self.seconds,
@@ -228,7 +231,7 @@ class Found:
         refused: in the order in which they were looked at.
         looked_at: number of plans.
         seconds: duration of the search.
-        ways: where no plan fits, sentences about the nearest ways, each with its needs.
+        ways: where no plan fits that trains every weight, sentences about the nearest ways, each with its needs.
         others: further plans that fit, in the same order.
     """
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from zeroshard.errors import PlanError
 from zeroshard.moe.choice import mixtures_of
+from zeroshard.planner.predict.adapters import PackedLinear
 
 FEW = 4  # blocks from which on every further one costs the same
 STACKS = (nn.ModuleList, nn.Sequential)
@@ -53,6 +54,9 @@ class ModelFacts:
 def facts_of_model(model: nn.Module) -> ModelFacts:
     """The facts of a model."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
+    parameters += sum(
+        layer.numel - layer.weight.numel() for layer in model.modules() if isinstance(layer, PackedLinear)
+    )
     mixtures, used = mixtures_of(model), None
     number = mixtures.experts
     chosen = getattr(getattr(model, "config", None), "num_experts_per_tok", None)

@@ -1,6 +1,6 @@
 """Model states by the formulas alone, to leave out plans before a rehearsal. Predictions never come from here."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from zeroshard.moe.choice import mixtures_of
@@ -19,6 +19,7 @@ class Sizes:
     Attributes:
         trainable: number of parameters that are trained.
         frozen: number of the others.
+        packed: bytes of frozen parameters that are no floating-point numbers.
         units: parameters of each unit.
         state_bytes: bytes of optimizer states per parameter, in fp32; of whole tensors the mean.
         mixtures: of the model.
@@ -29,6 +30,7 @@ class Sizes:
     units: tuple[int, ...]
     state_bytes: int | Fraction
     mixtures: Mixtures = Mixtures()
+    packed: int = 0
 
 
 def sizes_of(task: TrainingTask) -> Sizes:
@@ -40,12 +42,16 @@ def sizes_of(task: TrainingTask) -> Sizes:
     with fakes(), quiet():
         model = task.build()
         parameters = list(model.parameters())
-        trainable = sum(p.numel() for p in parameters if p.requires_grad)
-        units = tuple(sum(p.numel() for p in unit.parameters.values()) for unit in find_units(model))
+        numbers = [p for p in parameters if p.is_floating_point()]
+        trainable = sum(p.numel() for p in numbers if p.requires_grad)
+        units = tuple(
+            sum(p.numel() for p in unit.parameters.values() if p.is_floating_point()) for unit in find_units(model)
+        )
         mixtures = mixtures_of(model)
     layout = task.layout
-    frozen = sum(p.numel() for p in parameters) - trainable
-    return Sizes(trainable, frozen, units, layout.bytes_per_element, mixtures)
+    frozen = sum(p.numel() for p in numbers) - trainable
+    packed = sum(p.nbytes for p in parameters) - sum(p.nbytes for p in numbers)
+    return Sizes(trainable, frozen, units, layout.bytes_per_element, mixtures, packed)
 
 
 def least_bytes(sizes: Sizes, plan: Plan, ranks: int) -> int:
@@ -58,6 +64,7 @@ def least_bytes(sizes: Sizes, plan: Plan, ranks: int) -> int:
 def states_of(sizes: Sizes, plan: Plan, ranks: int) -> States:
     """One rank's shard of the model, in the plan's dtypes."""
     states = States(sizes.trainable, sizes.frozen, max(sizes.units), sizes.state_bytes, mixtures=sizes.mixtures)
+    states = replace(states, packed=sizes.packed)
     for choice in choices_of(plan):
         states = choice.share(states, ranks)
     return states

@@ -1,4 +1,4 @@
-"""The nearest ways to train a job where no plan fits, each with its needs."""
+"""The nearest ways to train every weight where no plan fits that does, each with its needs."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -15,18 +15,12 @@ from zeroshard.text import format_bytes
 
 TIMES = tuple(2**n for n in range(1, 13))  # times as many devices
 STREAMED = {"zero": 3, "offload": "optimizer,parameters", "activations.recompute": "blocks", "offload.speculate": False}
-ADAPTERS = (  # bytes of a frozen parameter: 16 bits, or NF4 with a scale of 8 bits per 64 (2305.14314, section 3)
-    ("LoRA (2106.09685)", 2.0),
-    ("QLoRA (2305.14314)", 0.5 + 0.127 / 8),
-)
-TRAINED = 0.01  # of the parameters, which adapters of rank 16 on all projections do not exceed in models of 7 B or more
-STATES = 16  # bytes of each trained parameter
 
 
 def nearest_ways(
     task: TrainingTask, base: Plan, machines: Machines, sizes: Sizes, seen: Sequence[Prediction]
 ) -> Iterator[str]:
-    """Sentences: more host memory, more devices, and adapters, as far as each would do.
+    """Sentences: more host memory, and more devices, as far as each would do.
 
     Args:
         seen: all rehearsed plans.
@@ -35,16 +29,6 @@ def nearest_ways(
     room = int(machines.device.capacity_bytes * (1 - MARGIN)) - beside
     yield from _with_host_memory(task, base, machines, sizes)
     yield from _on_further_devices(base, machines, sizes, room)
-    name, count = machines.device.name, machines.count
-    for adapter, each in ADAPTERS:
-        held = int(sizes.trainable * (each + TRAINED * STATES)) + sizes.frozen * 2
-        if held <= room:
-            with_rest = format_bytes(held + beside)
-            yield (
-                f"{adapter} on {count} x {name}: frozen weights and adapters take {with_rest} with the activations; by "
-                f"formulas, for a model that peft has wrapped. Other results than training every weight."
-            )
-            return
 
 
 def _beside_states(one: Prediction) -> int:

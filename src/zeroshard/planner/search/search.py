@@ -27,12 +27,14 @@ from zeroshard.offload import choice as offload
 from zeroshard.pipeline import choice as pipeline
 from zeroshard.plan import Plan
 from zeroshard.planner.choices import choices_of
+from zeroshard.planner.predict.adapters import NAMES
 from zeroshard.planner.predict.cuts import Layers, layers_of
 from zeroshard.planner.predict.estimate import Estimator
 from zeroshard.planner.predict.predict import predict, predict_timed, way_of
 from zeroshard.planner.predict.rehearse import TrainingTask
 from zeroshard.planner.predict.result import Found, Prediction, Refusal
 from zeroshard.planner.predict.states import Sizes, least_bytes, sizes_of, states_of
+from zeroshard.planner.search.adapted import readapted, with_adapters, with_optimizer
 from zeroshard.planner.search.nearest import nearest_ways
 from zeroshard.planner.search.progress import SearchProgress
 from zeroshard.planner.search.text import changes, lacking, short
@@ -82,7 +84,8 @@ def search(
 
     Where none fits, offload is tried in the order of its offers: of the optimizer's states, of few parameters first and
     then of more, then of the parameters too, then of activations, then to a disk, each with its variants after it;
-    then plans with which training gets other numbers. `ENOUGH` plans that fit end it.
+    then plans with which training gets other numbers, and where none of these fits, adapters beside a frozen model.
+    `ENOUGH` plans that fit end it.
 
     Args:
         base: settings of all plans (precision, clipping and the like); ranks that split layers where it has several,
@@ -104,10 +107,11 @@ def search(
         if last_resorts or not run.fitting:
             run.wanted = len(run.fitting) + ENOUGH
             run.try_last_resorts(exact=True)
-            for name, (on_device, on_host) in (task.others or {}).items():
-                run.try_optimizer(name, replace(task, optimizer=on_device, host_optimizer=on_host))
+            for name in task.others or ():
+                run.try_other(with_optimizer(task, name))
             if task.others is not None:
                 run.try_last_resorts(exact=False)
+                run.try_adapters()
     else:
         for plan, rows in plans:
             run.try_plan(plan, rows)
@@ -117,7 +121,8 @@ def search(
             timed = [run.timed(prediction) for prediction in order[:MOST_TIMED]]
         order = [*sorted(timed, key=lambda p: (p.time_mode == "roofline", p.seconds)), *order[MOST_TIMED:]]
     best = [run.whole(order[0]), *order[1:top]] if order else []
-    ways = () if best or plans is not None else run.ways()
+    whole = best and best[0].adapters == task.adapters
+    ways = () if whole or plans is not None else run.ways()
     spent = time.perf_counter() - began
     return Found(tuple(best), tuple(run.refused), run.looked_at, spent, ways, tuple(order[top:]))
 
@@ -253,15 +258,27 @@ class _Search:
             if changed != exact and len(self.fitting) < self.wanted:
                 self.try_with_variants(shape)
 
-    def try_optimizer(self, name: str, task: TrainingTask) -> None:
-        """Try plans without offload under another optimizer, until enough plans fit."""
-        run = _Search(task, self.machines, self.base, self.say)
+    def try_other(self, task: TrainingTask, resorts: bool = False) -> None:
+        """Try plans for a task with other results, without offload or with `resorts`, until enough plans fit."""
+        run = _Search(task, self.machines, self.base, self.say, wanted=self.wanted - len(self.fitting))
         divided = self._divisions[0]
-        for offer in (offer for offer in zero.offers(divided.site) if isinstance(offer, Offer)):
-            if len(self.fitting) + len(run.fitting) < self.wanted:
+        for offer in () if resorts else zero.offers(divided.site):
+            if isinstance(offer, Offer) and len(run.fitting) < run.wanted:
                 run.try_shape(run._shape(offer, divided))
+        if resorts:
+            run.try_last_resorts(exact=True)
         self.looked_at += run.looked_at
-        self.fitting += [replace(one, optimizer=name) for one in run.fitting]
+        self.fitting += run.fitting
+
+    def try_adapters(self) -> None:
+        """Where nothing has fitted, try to train adapters: beside the model, one in 4 bits, and one in host memory."""
+        if self.fitting:
+            return
+        tasks = [with_adapters(self.task, name) for name in NAMES]
+        for task in tasks:
+            self.try_other(task)
+        if not self.fitting:
+            self.try_other(tasks[0], resorts=True)
 
     def estimates(self, shapes: Sequence[Shape]) -> list[Prediction]:
         """The first estimate of each shape that is expected to fit, the fastest first; the search starts from them."""
@@ -360,7 +377,7 @@ class _Search:
         """The prediction with a time measured on few blocks, if this machine can hold them."""
         self.say(f"timing {short(prediction.plan, self.machines.count)}")
         try:
-            found = predict_timed(self.task, prediction.plan, self.machines, prediction.batch)
+            found = predict_timed(self._task_of(prediction), prediction.plan, self.machines, prediction.batch)
         except ZeroshardError:
             return prediction
         return replace(prediction, causes=found.causes, time_mode=found.time_mode)
@@ -372,10 +389,15 @@ class _Search:
         if way_of(plan).whole(plan, depth) > MOST_DEEP:
             return prediction
         self.say("the best once more, whole")
-        found = predict(self.task, plan, self.machines, prediction.batch, deep=True)
+        found = predict(self._task_of(prediction), plan, self.machines, prediction.batch, deep=True)
         if prediction.time_mode == found.time_mode:
             return found
         return replace(found, causes=prediction.causes, time_mode=prediction.time_mode)
+
+    def _task_of(self, prediction: Prediction) -> TrainingTask:
+        if prediction.optimizer:
+            return with_optimizer(self.task, prediction.optimizer)
+        return self.task if prediction.adapters == self.task.adapters else readapted(self.task, prediction.adapters)
 
     def _with(self, plan: Plan, count: int) -> Plan:
         return replace(plan, microbatches=count)

@@ -73,6 +73,11 @@ def short(plan: Plan, ranks: int | None = None) -> str:
     return ", ".join(text for part in parts for texts in part for text in texts)
 
 
+def named(prediction: Prediction) -> str:
+    """A plan in a few words, after the adapters and the optimizer that were not asked for."""
+    return ", ".join((*_other_tasks(prediction), short(prediction.plan, prediction.ranks)))
+
+
 def describe(prediction: Prediction) -> list[str]:
     """A prediction in sentences: the plan, its memory, time and traffic, the methods, and notes."""
     p = prediction
@@ -82,8 +87,7 @@ def describe(prediction: Prediction) -> list[str]:
     free = 1 - p.peak_bytes / p.capacity_bytes
     room = f"{free:.0%} free" if p.fits else f"too much: {p.margin:.0%} must stay free"
     sentences = [
-        f"{short(p.plan, p.ranks)}; {p.ranks} rank{'s' * (p.ranks > 1)}, {p.batch} row{'s' * (p.batch > 1)} per {each}"
-        " and step.",
+        f"{named(p)}; {p.ranks} rank{'s' * (p.ranks > 1)}, {p.batch} row{'s' * (p.batch > 1)} per {each} and step.",
         *filter(None, [p.owners]),
         f"Memory: {format_bytes(p.peak_bytes)} of {format_bytes(p.capacity_bytes)} at the peak on rank {p.rank}, "
         f"{room}: {_parts(p.memory.items())}.",
@@ -142,8 +146,11 @@ def host_parts(prediction: Prediction) -> str:
 
 def changes(prediction: Prediction) -> tuple[str, ...]:
     """Settings with which training gets other numbers than with as much memory as one likes, in words."""
-    other = (prediction.optimizer,) if prediction.optimizer else ()
-    return (*other, *(text for choice in choices_of(prediction.plan) for text in choice.changes))
+    return (*_other_tasks(prediction), *(text for choice in choices_of(prediction.plan) for text in choice.changes))
+
+
+def _other_tasks(prediction: Prediction) -> tuple[str, ...]:
+    return tuple(name for name in (prediction.adapters, prediction.optimizer) if name)
 
 
 def left_out(prediction: Prediction) -> list[LeftOut]:
