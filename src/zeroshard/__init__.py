@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from zeroshard.comm.mesh import Mesh, init_mesh
     from zeroshard.engine import Engine, StepResult, Trace
     from zeroshard.interop import DeepSpeedWeights, from_deepspeed
+    from zeroshard.interop.huggingface import from_pretrained
     from zeroshard.moe.policy import ExpertParallel
     from zeroshard.offload.policy import Offload
     from zeroshard.parameter_server import AsynchronousTrainer
@@ -49,6 +50,7 @@ else:
         "Activations": "recompute.policy",
         "DeepSpeedWeights": "interop",
         "from_deepspeed": "interop",
+        "from_pretrained": "interop.huggingface",
         "AsynchronousTrainer": "parameter_server",
         "Engine": "engine",
         "StepResult": "engine",
@@ -130,6 +132,7 @@ __all__ = [
     "ZeroshardError",
     "__version__",
     "from_deepspeed",
+    "from_pretrained",
     "init_mesh",
     "verify",
 ]

@@ -10,7 +10,7 @@ from zeroshard.checkpoint.folder import clear, committed, find_checkpoint, name_
 from zeroshard.checkpoint.manifest import DTYPES, FORMAT, MANIFEST
 from zeroshard.checkpoint.reader import Reader
 from zeroshard.checkpoint.stream import Slot, write_tensors
-from zeroshard.checkpoint.weights import BaseFiles, WeightFiles
+from zeroshard.checkpoint.weights import BaseFiles, LoadReport, WeightFiles, WeightSource
 from zeroshard.checkpoint.writer import Fetched, Meeting, Notes, Saving, Snapshot, TensorPiece
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "Box",
     "CheckpointDisk",
     "Fetched",
+    "LoadReport",
     "Meeting",
     "Notes",
     "Reader",
@@ -29,6 +30,7 @@ __all__ = [
     "Snapshot",
     "TensorPiece",
     "WeightFiles",
+    "WeightSource",
     "WriteOrder",
     "clear",
     "committed",

@@ -14,17 +14,18 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import torch
-from safetensors import safe_open
 
-from zeroshard.checkpoint.boxes import Box, BoxValues
+from zeroshard.checkpoint.boxes import BoxValues
 from zeroshard.checkpoint.expert_names import Shape, StackedTensors, Tensors, are_stacked
 from zeroshard.checkpoint.manifest import MANIFEST
 from zeroshard.checkpoint.reader import Reader
-from zeroshard.checkpoint.stream import BLOCK, bytes_of
+from zeroshard.checkpoint.shard_file import STAGING, ShardFile, without_duplicates
+from zeroshard.checkpoint.stream import bytes_of
 from zeroshard.errors import CheckpointError
 from zeroshard.text import format_names
 
@@ -33,8 +34,41 @@ SINGLE = "model.safetensors"
 MOST_BYTES = 2**28  # limit on the size of an index
 FILE_NAME = re.compile(r"[^./\\\0][^/\\\0]*\.safetensors")
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
-WIDEST = 8  # bytes of the largest element that is not complex
 PREFIXES = 8  # prefixes that are tried: a model inside of another has one or two
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """The tensors that were read from files, and those that were not.
+
+    Attributes:
+        path: of the files.
+        read: parameters and buffers with all values from the files.
+        partly: those whose first rows are from the files, while the others were initialised.
+        initialised: those without a value in the files.
+        unused: names in the files that the model does not have.
+        bytes_read: by this rank.
+    """
+
+    path: Path
+    read: tuple[str, ...]
+    partly: tuple[str, ...]
+    initialised: tuple[str, ...]
+    unused: tuple[str, ...]
+    bytes_read: int
+
+
+class WeightSource(Protocol):
+    """Tensors under a model's own names, `weight:NAME` or `buffer:NAME`, in the shapes of the model."""
+
+    def shape(self, name: str) -> Shape | None:
+        """The shape of a tensor, or None if it is missing."""
+
+    def fill(self, name: str, targets: Sequence[BoxValues]) -> None:
+        """Fill boxes with elements of a tensor."""
+
+    def whole(self, name: str) -> torch.Tensor:
+        """All of a tensor, flat and in its own dtype."""
 
 
 class WeightFiles:
@@ -53,7 +87,7 @@ class WeightFiles:
     def __init__(self, path: Path, tied: Mapping[str, str]) -> None:
         self.path = path
         self._tied = dict(tied)
-        self._files: Tensors = _Checkpoint(path) if (path / MANIFEST).exists() else _Shards(path, files_of(path))
+        self._files: Tensors = _Checkpoint(path) if (path / MANIFEST).exists() else Shards(path, files_of(path))
         self._buffers: set[str] = set()
         self._places = self._placed({name: name for name in self._files.shapes})
 
@@ -231,72 +265,67 @@ class _Checkpoint:
         return values
 
 
-class _Shards:
-    """The tensors of safetensors files.
+class Shards:
+    """The tensors of safetensors files, by their names there.
 
     Args:
         where: by file, the names to read; None for all in it.
 
+    Attributes:
+        shapes: by name.
+
     Raises:
-        CheckpointError: a file cannot be read, or lacks one of these names.
+        CheckpointError: a file cannot be read, or lacks one of these names; or two files hold one name.
     """
 
     def __init__(self, path: Path, where: Mapping[Path, list[str] | None]) -> None:
-        self._files: dict[str, tuple[Path, Any]] = {}
+        self._files: dict[str, ShardFile] = {}
         self.shapes: dict[str, Shape] = {}
+        staging = torch.empty(STAGING, dtype=torch.uint8)
         for file, names in where.items():
-            with _readable(file):
-                handle = safe_open(file, framework="pt").__enter__()  # type: ignore[no-untyped-call]
-                held = list(handle.keys())
-            missing = sorted(set(names or ()) - set(held))
+            shard = ShardFile(file, staging)
+            missing = sorted(set(names or ()) - shard.tensors.keys())
             if missing:
                 raise CheckpointError(
                     f"{file} lacks {format_names(missing)}, which {path} says it holds. Copy it again."
                 )
-            for name in held if names is None else names:
-                self._files[name] = file, handle
-                with _readable(file):
-                    self.shapes[name] = tuple(handle.get_slice(name).get_shape())
+            for name in shard.tensors if names is None else names:
+                self._files[name] = shard
+                self.shapes[name] = shard.tensors[name].shape
 
     def fill(self, name: str, targets: Sequence[BoxValues]) -> None:
-        """Fill boxes with elements of a tensor, some rows at a time.
+        """Fill boxes with elements of a tensor.
 
         Raises:
             CheckpointError: elements are missing, or the file cannot be read; or it holds integers for a weight.
         """
-        shape, (file, handle) = self.shapes[name], self._files[name]
-        whole = Box.whole(shape)
         for box, values in targets:
-            if not box.inside(whole):
-                raise CheckpointError(f"{file} holds '{name}[{whole}]', and [{box}] was asked for.")
-            rows = max(1, BLOCK // (WIDEST * math.prod(box.shape[1:]))) if shape else 1
-            for first in range(0, box.shape[0] if shape else 1, rows):
-                with _readable(file):
-                    part = _rows(handle, name, box, first, rows)
-                if part.is_floating_point() != values.is_floating_point():
-                    raise CheckpointError(
-                        f"{file} holds '{name}' as {part.dtype} and the model has {values.dtype}. Give weights that "
-                        f"are not quantized."
-                    )
-                (values[first : first + rows] if shape else values).copy_(part)
+            self._files[name].fill(name, box, values)
 
     def whole(self, name: str) -> torch.Tensor:
         """All of a tensor, flat."""
-        file, handle = self._files[name]
-        with _readable(file):
-            values: torch.Tensor = handle.get_tensor(name).reshape(-1)
-        return values
+        return self._files[name].whole(name)
 
+    def file_of(self, name: str) -> Path:
+        """The file that holds a tensor."""
+        return self._files[name].path
 
-def _rows(handle: Any, name: str, box: Box, first: int, count: int) -> torch.Tensor:
-    """Rows `first` to `first + count` of a box of a tensor in an open file."""
-    if not box.shape:
-        whole: torch.Tensor = handle.get_tensor(name)
-        return whole
-    low, high = box.start[0] + first, box.start[0] + min(first + count, box.shape[0])
-    others = (slice(start, start + size) for start, size in zip(box.start[1:], box.shape[1:], strict=True))
-    rows: torch.Tensor = handle.get_slice(name)[(slice(low, high), *others)]
-    return rows
+    def code(self, name: str) -> str:
+        """The dtype of a tensor, as its file spells it, such as "BF16"."""
+        return self._files[name].tensors[name].code
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype of a tensor.
+
+        Raises:
+            CheckpointError: torch has no such dtype.
+        """
+        return self._files[name].dtype(name)
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes read from the files so far."""
+        return sum(file.bytes_read for file in set(self._files.values()))
 
 
 def files_of(path: Path) -> dict[Path, list[str] | None]:
@@ -341,7 +370,7 @@ def _indexed(index: Path) -> dict[Path, list[str] | None]:
     with _readable(index):
         if index.stat().st_size > MOST_BYTES:
             raise ValueError(f"it has more than {MOST_BYTES:,} bytes")
-        table = json.loads(index.read_text(encoding="utf-8"))
+        table = json.loads(index.read_text(encoding="utf-8"), object_pairs_hook=without_duplicates)
     names = table.get("weight_map") if isinstance(table, dict) else None
     if not isinstance(names, dict) or not names:
         raise CheckpointError(f'{index} has no "weight_map", which says in which file a tensor is. Copy it again.')

@@ -35,7 +35,7 @@ from zeroshard.rng.exact import random_numbers_of
 from zeroshard.rng.rows import Rows
 from zeroshard.saved.savers import Savers, SavingPlan, savers_of
 from zeroshard.units import Flat, Unit, is_small
-from zeroshard.units.materialise import Initialiser, Materialiser, seed_of
+from zeroshard.units.materialise import FileValues, Initialiser, Materialiser, seed_of
 from zeroshard.validation.arguments import groups_of, refuse_split, refuse_used
 from zeroshard.validation.memory import RoomChecks, raise_on_all_ranks
 from zeroshard.zero import Accumulation, BufferedGradients, ByChunk, ByPass, Residency
@@ -117,10 +117,10 @@ class Builder:
         self._cuts: dict[nn.Parameter, Split | Partial] = {}
         self._arenas = {comm: Arena(ledger, comm.buffer)}
         self._lower: HostTiers | None = None
-        self._late = LateUpdates()
+        self._files = LateUpdates()
         self._whole: Callable[[Flat, Comm, Ledger, bool], Weights] = Weights
         if plan.overlap_gather:
-            self._late = arrivals = Arrivals()
+            self._files = arrivals = Arrivals()
             self._whole = partial(Arriving, arrivals=arrivals)
 
     def build(
@@ -138,6 +138,7 @@ class Builder:
         refuse_used(torch_optimizer)
         layout = layout_of(torch_optimizer)
         materialiser = Materialiser(self._model, self._plan.seed, initialise, self._stage.skipped_modules)
+        self._from_files = isinstance(initialise, FileValues)
         for technique in techniques:
             self._cut(technique, torch_optimizer, materialiser)
         refuse_split(torch_optimizer, layout, self._cuts)
@@ -162,7 +163,7 @@ class Builder:
         if self._lower is not None:
             gathers = all(self._gathers(axis.comm) for axis in self._slicing)
             unclipped = self._progress.unclipped
-            self._late = HostUpdates(self._lower, self._spans, self._arena, unclipped, len(units), gathers)
+            self._files = HostUpdates(self._lower, self._spans, self._arena, unclipped, len(units), gathers)
         if layout.whole is not None:
             apart = (self._residency.slice_gradients, self._residency.slice_parameters, bool(precision.compute))
             owned = 4 * sum(apart) if self._residency.slice_states else None
@@ -190,13 +191,13 @@ class Builder:
     def _equip(self, units: list[Unit], parts: list[list[Part]], techniques: Sequence[Technique]) -> Assembly:
         """Point the optimizer at the slices; make gatherer, scratch, savers and random numbers."""
         self._spans.install_spans()
-        self._late.spans_installed()
+        self._files.spans_installed()
         gatherer = self._gatherer(units, parts)
         messages = self._arena if self._comm.shared is None else Arena(self._ledger, self._axes.world.buffer)
         raise_on_all_ranks(self._axes.world, self._room_for_states)
         return Assembly(
             Parts(units, parts, self._arena, messages, gatherer, self._random_numbers(techniques)),
-            self._spans, self._precision, gatherer, self._late, self._savers(),
+            self._spans, self._precision, gatherer, self._files, self._savers(),
         )  # fmt: skip
 
     def _savers(self) -> Savers:
@@ -333,12 +334,17 @@ class Builder:
             groups: the optimizer group of each of these.
             on_host: whether it is updated on the host, if it is trained.
         """
-        keyed = any(parameter.is_meta for parameter in members.values())  # by name; else values are rank 0's
+        on_meta = [parameter.is_meta for parameter in members.values()]
+        keyed = any(on_meta)  # by name; else values are rank 0's
         numbers = [groups.get(parameter, -1) for parameter in members.values()]
         splits = {name: cut for name, p in members.items() if isinstance(cut := self._cuts.get(p), Split)}
         weights, index = self._weights(flat, place), flat.index
         start, stop = index.interval(weights.rank) if self._residency.slice_states else (0, index.padded_numel)
-        values = self._load(weights, place, keyed, exact=flat.trainable and (flat.dtype.itemsize < 4 or on_host))
+        if self._from_files and all(on_meta):
+            values = torch.zeros((), dtype=flat.precise_dtype()).expand(index.padded_numel)
+            weights.load(values)
+        else:
+            values = self._load(weights, place, keyed, exact=flat.trainable and (flat.dtype.itemsize < 4 or on_host))
         if not flat.trainable:
             values, first = (weights.own, start) if weights.sliced else (weights.full, 0)
             untrained = Untrained(weights, values, first)
@@ -400,7 +406,7 @@ class Builder:
         spans: Callable[[HostScratch], Steps],
     ) -> Updater:  # fmt: skip
         """The host's own Adam where it replaces the user's optimizer, else that optimizer on the host."""
-        lower, updates, flat = self._lower, self._late, weights.flat
+        lower, updates, flat = self._lower, self._files, weights.flat
         assert lower is not None and isinstance(updates, HostUpdates)
         padding, unit = flat.index.padding_in(start, start + values.numel()), flat.unit.number
         if lower.adam and flat.dtype.itemsize <= 4:

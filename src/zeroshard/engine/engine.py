@@ -17,7 +17,7 @@ from torch import nn
 
 from zeroshard.access.editing import Editing, set_magnitudes, state_dict_by_unit
 from zeroshard.access.given import LoadedKeys
-from zeroshard.checkpoint import Saving
+from zeroshard.checkpoint import LoadReport, Saving, WeightSource
 from zeroshard.checkpoint.writer import Savings
 from zeroshard.comm.collectives import Comm
 from zeroshard.comm.mesh import Mesh, keep_freed_memory, shared_mesh
@@ -85,7 +85,10 @@ class Engine:
 
     Attributes:
         exposed: seconds of the last step in which this rank waited for offloaded tensors, by cause.
+        loaded: the tensors that `zs.from_pretrained` read, and those that it did not.
     """
+
+    loaded: LoadReport | None = None
 
     @raises_budget_exceeded
     def __init__(
@@ -420,10 +423,13 @@ class Engine:
         return extra
 
     @raises_budget_exceeded
-    def load_weights(self, path: str | Path) -> None:
+    def load_weights(self, path: str | Path | WeightSource) -> None:
         """Start from given weights: a safetensors file, a folder of them as transformers writes it, or a checkpoint.
 
         A collective call; each rank reads only the parts that it keeps. Optimizer states stay as they are.
+
+        Args:
+            path: of the files; or a source of tensors under the model's names, such as `zs.from_pretrained` opens.
 
         Raises:
             CheckpointError: no such files, or weights of another model.
@@ -431,7 +437,7 @@ class Engine:
         self.flush()
         self._savings.wait()
         self.world.agree(b"", "load weights")
-        self._state.load_weights(Path(path))
+        self._state.load_weights(Path(path) if isinstance(path, str | PathLike) else path)
         set_magnitudes(self.model, self._editing, self._assembly.magnitudes)
         self._take_over()
 

@@ -26,6 +26,7 @@ from zeroshard.checkpoint import (
     Snapshot,
     TensorPiece,
     WeightFiles,
+    WeightSource,
     WriteOrder,
     rng,
     write,
@@ -45,7 +46,6 @@ from zeroshard.pipeline.whole import WholeModel
 from zeroshard.text import format_bytes
 from zeroshard.units.adapters import base_names
 
-Source = WeightFiles | BaseFiles | GivenWeights
 SHARE = 0.9  # of free host memory that copies of a checkpoint may take
 
 
@@ -138,16 +138,21 @@ class State:
         self._optimizer.account()
         return facts
 
-    def load_weights(self, path: Path) -> None:
+    def load_weights(self, path: Path | WeightSource) -> None:
         """Load weights and buffers alone from safetensors files; a collective call, each rank reads its slices.
 
         Files of the base of a model with adapters leave the adapters as they are.
+
+        Args:
+            path: of the files; or a source whose names and shapes are those of the model.
 
         Raises:
             CheckpointError: they are of another model.
         """
 
-        def opened() -> WeightFiles | BaseFiles:
+        def opened() -> WeightSource:
+            if not isinstance(path, Path):
+                return path
             ignored = getattr(self._model, "_keys_to_ignore_on_load_unexpected", None) or ()  # as transformers has it
             shapes, buffers, named = self._shapes(), dict(self._buffer_shapes()), base_names(self._model)
             source = WeightFiles(path, self._tied)
@@ -181,7 +186,7 @@ class State:
         given.set_extras()
         return given.keys
 
-    def _take_weights(self, opened: Callable[[], Source]) -> None:
+    def _take_weights(self, opened: Callable[[], WeightSource]) -> None:
         """Load weights and buffers from opened files or tensors; an error of one rank is raised on all."""
         problem: CheckpointError | None = None
         try:
@@ -373,7 +378,7 @@ class State:
                     saved.check(part.flat.index.entries[number].name, span.group)
         return saved
 
-    def _load_weights(self, part: Part, reader: Reader | Source) -> None:
+    def _load_weights(self, part: Part, reader: Reader | WeightSource) -> None:
         values, start = part.updater.values, part.updater.start
         for number, low, high in part.flat.index.overlaps(start, start + values.numel()):
             targets = [each for each, _ in part.boxes(number, low, values[low - start : high - start])]

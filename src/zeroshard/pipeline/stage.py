@@ -208,7 +208,7 @@ class Stage:
         for loan, lent in self.loans.items():
             if loan.borrower % self.pipeline.layout.stages == self.number:
                 sites = [list(chain.sites(made[name])) for name in lent]
-                values = [in_place_of(made[n], made[n].detach().to(device, dtypes[n])) for n in lent]
+                values = [in_place_of(made[n], made[n].detach().to(device, dtypes[n]).contiguous()) for n in lent]
                 self.borrowed[loan] = Borrowed(values, sites, ledger)
         own_parameters = {id(real(p)) for unit in units for p in unit.parameters.values()}
         lent_names = {name for loan in self.borrowed for name in self.loans[loan]}

@@ -3,6 +3,10 @@
 The random numbers of a module depend on the seed and on the module's path in the model alone, never on the rank,
 the world size, or other modules.
 
+[Note: values from files] Weights that are read from files need no initial values, and no memory until their slices are
+made. So with `FileValues` every parameter stays an absent one: one NaN, expanded to its shape. A module is initialised
+only if it has buffers, or parameters that no file gives wholly; those values are set aside, to be loaded with the rest.
+
 [Note: whole before cut] A model has the same initial weights under every plan, so an initialiser sees its module as
 one process has it: whole parameters, and attributes (`in_features`, `padding_idx`) from before the cut. The state of
 each module on the meta device is kept before the cut, and put back while the module is initialised, on the host and
@@ -12,7 +16,7 @@ dropped.
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -23,6 +27,25 @@ from zeroshard.units.adapters import initialisers_of, magnitudes_of
 from zeroshard.units.hooks import in_place_of
 
 Initialiser = Callable[[nn.Module], object]
+
+
+@runtime_checkable
+class FileValues(Protocol):
+    """An initialiser of a model whose other values are loaded after the engine is made ([Note: values from files])."""
+
+    def __call__(self, module: nn.Module) -> object:
+        """Initialise a module's buffers, and its parameters that are not absent."""
+
+    def reads(self, name: str) -> bool:
+        """Whether all values of a parameter are read, so that none is drawn."""
+
+    def keep(self, name: str, values: torch.Tensor) -> None:
+        """Take the initial values of a parameter that is not read wholly."""
+
+
+def is_absent(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has one value for all of its elements, in place of values that are read later."""
+    return tensor.numel() > 1 and not any(tensor.stride())
 
 
 class Materialiser:
@@ -48,6 +71,9 @@ class Materialiser:
         self._seed = seed
         self._initialise, self._of_adapters = initialise, initialisers_of(model)
         self.magnitudes = [name for name in magnitudes_of(model) if model.get_parameter(name).is_meta]
+        self._files = initialise if isinstance(initialise, FileValues) else None
+        self._names = {parameter: name for name, parameter in model.named_parameters()}
+        self._drawn: list[nn.Parameter] = []  # with initial values to set aside
         self._done: set[nn.Module] = set(skip)
         self._real: dict[nn.Parameter, nn.Parameter] = {}
         self._first_owner: dict[nn.Parameter, nn.Module] = {}
@@ -66,7 +92,8 @@ class Materialiser:
             ModelError: the module cannot initialise itself, or leaves a buffer without values.
         """
         self._materialise(self.uncut.before(module))
-        self.uncut.leave(self._real)
+        self._set_aside()
+        self.uncut.leave(self._real, absent=self._files is not None)
 
     def _materialise(self, module: nn.Module) -> None:
         if module in self._done:
@@ -81,6 +108,7 @@ class Materialiser:
                 self._materialise(self._first_owner[parameter])
         cut = self.uncut.released
         fresh = {name: p for name, p in direct.items() if p.is_meta and p not in self._real and p not in cut}
+        fresh = {name: p for name, p in fresh.items() if not self._is_read(p)}
         buffers = {name: b for name, b in module.named_buffers(recurse=False) if b.is_meta}
         for name, parameter in direct.items():
             if parameter.is_meta and (fresh or buffers or parameter not in cut):
@@ -88,19 +116,37 @@ class Materialiser:
         for name, buffer in buffers.items():
             module._buffers[name] = _unset_like(buffer)
         if fresh or buffers:
-            kept = [(p, p.detach().clone()) for name, p in module.named_parameters(recurse=False) if name not in fresh]
+            others = [p for name, p in module.named_parameters(recurse=False) if name not in fresh]
+            kept = [(p, p.detach().clone()) for p in others if not is_absent(p)]
             self._run(module)
             for parameter, value in kept:
                 parameter.data.copy_(value)
             self._check(module, [*fresh, *buffers])
 
     def _replace(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-        if parameter in self.uncut.released:  # only its shape is needed, and only now
-            module._parameters[name] = nn.Parameter(_unset_like(parameter), requires_grad=parameter.requires_grad)
+        released = parameter in self.uncut.released
+        absent = self._is_read(parameter) or (released and self._files is not None)
+        unset = _absent_like if absent else _unset_like
+        if released:  # only its shape is needed, and only now
+            module._parameters[name] = nn.Parameter(unset(parameter), requires_grad=parameter.requires_grad)
             return
         if parameter not in self._real:
-            self._real[parameter] = in_place_of(parameter, _unset_like(parameter))
+            self._real[parameter] = in_place_of(parameter, unset(parameter))
+            if self._files is not None and not absent:
+                self._drawn.append(parameter)
         module._parameters[name] = self._real[parameter]
+
+    def _is_read(self, parameter: nn.Parameter) -> bool:
+        return self._files is not None and self._files.reads(self._names.get(parameter, ""))
+
+    def _set_aside(self) -> None:
+        """Keep the values of initialised parameters until all are loaded ([Note: values from files])."""
+        for parameter in self._drawn:
+            assert self._files is not None
+            real = self._real[parameter]
+            self._files.keep(self._names[parameter], real.detach())
+            real.data = _absent_like(real)
+        self._drawn.clear()
 
     def _run(self, module: nn.Module) -> None:
         path = self._paths[module]
@@ -128,6 +174,12 @@ class Materialiser:
                     f"'{path + '.' if path else ''}{name}' of a model on the meta device got no values from the "
                     "module's initialisation. Set it in reset_parameters(), or build the model on the CPU."
                 )
+
+
+def _absent_like(tensor: torch.Tensor) -> torch.Tensor:
+    """One value, expanded to the shape of a tensor: NaN, or zero of an integer."""
+    value = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
+    return torch.full((), value, dtype=tensor.dtype).expand(tensor.shape)
 
 
 def _unset_like(tensor: torch.Tensor) -> torch.Tensor:
@@ -202,11 +254,12 @@ class Uncut:
             self._entered[module] = _state(module), dict(state["_parameters"])
             _set_state(module, state)
 
-    def leave(self, real: dict[nn.Parameter, nn.Parameter]) -> None:
+    def leave(self, real: dict[nn.Parameter, nn.Parameter], absent: bool = False) -> None:
         """Restore the states after the cut, with values.
 
         Args:
             real: by parameter on the meta device, the one that takes its place; parts take that of whole ones.
+            absent: whether the values are read later.
         """
         for module, (state, parameters) in self._entered.items():
             buffers = module._buffers
@@ -216,7 +269,8 @@ class Uncut:
                 if whole in self._parts:
                     part, part_of = self._parts[whole]
                     if part not in real:
-                        real[part] = in_place_of(part, part_of(real.pop(whole).detach()))
+                        values = real.pop(whole).detach()
+                        real[part] = in_place_of(part, _absent_like(part) if absent else part_of(values))
                         self.released.add(whole)
                     now._parameters[name] = real[part]
                 elif whole in real:

@@ -1,0 +1,175 @@
+"""Engines of pretrained models of transformers, in one call."""
+
+import importlib
+from collections.abc import Callable
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal, TypedDict, TypeVar, Unpack
+
+import torch
+from torch import nn
+
+from zeroshard.comm.collectives import Comm
+from zeroshard.comm.mesh import Mesh, shared_mesh
+from zeroshard.engine import Engine
+from zeroshard.engine.build import OptimizerLike
+from zeroshard.engine.engine import LossFunction
+from zeroshard.errors import CheckpointError, ModelError, ZeroshardError
+from zeroshard.interop.huggingface.pretrained import PretrainedValues
+from zeroshard.plan import Plan
+from zeroshard.validation.arguments import check_arguments, check_options
+
+CONFIG = "config.json"
+MISSING = ("refuse", "initialise")
+Result = TypeVar("Result")
+
+
+class LoadOptions(TypedDict, total=False):
+    """How strictly files are matched with a model, and in which dtype the model is built.
+
+    Attributes:
+        strict: refuse tensors in the files that the model does not have; True by default.
+        missing: "refuse" a parameter without a value, or "initialise" it: a new head, rows of new tokens.
+        dtype: of the model's parameters; fp32 by default, "auto" for that of the configuration. The dtype in which
+            they are computed with is the plan's.
+    """
+
+    strict: bool
+    missing: Literal["refuse", "initialise"]
+    dtype: torch.dtype | str | None
+
+
+def from_pretrained(
+    path: str | PathLike[str],
+    optimizer: OptimizerLike,
+    plan: Plan | None = None,
+    *,
+    model: type | nn.Module | None = None,
+    mesh: Mesh | None = None,
+    loss: LossFunction | None = None,
+    example: Any = None,
+    **options: Unpack[LoadOptions],
+) -> Engine:
+    """An engine of a pretrained model: built on the meta device, with weights read into each rank's slices.
+
+    A collective call. No rank holds the model whole, and no weight is drawn that the files give. `engine.loaded` lists
+    the tensors that were read, initialised and left out.
+
+    Args:
+        path: a folder with config.json and safetensors files; or such a file, of a model that is given.
+        optimizer: a function of the parameters, such as `partial(torch.optim.AdamW, lr=1e-5)`.
+        plan: as for `Engine`.
+        model: the class, such as `AutoModelForSequenceClassification`; a model that was built on the meta device; by
+            default the class that the configuration names.
+        mesh, loss, example: as for `Engine`.
+        options: see `LoadOptions`.
+
+    Raises:
+        CheckpointError: files that cannot be read, or of another model, with the file and the tensor. ModelError: no
+            configuration, or one that transformers refuses. And as `Engine`.
+    """
+    check_arguments(nn.Module(), optimizer, plan)
+    check_options(mesh, loss=loss)
+    plan = plan or Plan()
+    if mesh is None:
+        mesh = shared_mesh(plan.timeout)
+    built, values = _on_all_ranks(mesh, lambda: _opened(Path(path), model, options))
+    engine = Engine(built, optimizer, plan, mesh=mesh, loss=loss, initialise=values, example=example)
+    engine.load_weights(values)
+    engine.loaded = values.report
+    return engine
+
+
+def _opened(path: Path, model: type | nn.Module | None, options: LoadOptions) -> tuple[nn.Module, PretrainedValues]:
+    """The model on the meta device, and its values.
+
+    Raises:
+        CheckpointError, ModelError: as `from_pretrained`.
+    """
+    missing = options.get("missing", "refuse")
+    if missing not in MISSING:
+        raise ModelError(f"missing is {missing!r}; it is one of {', '.join(map(repr, MISSING))}.")
+    if not path.exists():
+        raise CheckpointError(
+            f"{path} does not exist; give a folder with {CONFIG} and safetensors files. Names on a model hub are not "
+            f"looked up: download the folder first."
+        )
+    built = model if isinstance(model, nn.Module) else build(path, model, options.get("dtype"))
+    return built, PretrainedValues(path, built, options.get("strict", True), missing)
+
+
+def build(folder: Path, kind: type | None, dtype: torch.dtype | str | None = None) -> nn.Module:
+    """The model of a folder's configuration, on the meta device.
+
+    Args:
+        kind: an auto class of transformers or a `PreTrainedModel`; by default as the configuration says.
+        dtype: as in `LoadOptions`.
+
+    Raises:
+        ModelError: there is no configuration, or transformers refuses it.
+    """
+    transformers = _transformers(folder)
+    try:
+        config = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers has no base class of its errors
+        raise ModelError(f"transformers reads no configuration from {folder}: {error}") from error
+    kind = _class_of(config, folder, transformers) if kind is None else kind
+    make = getattr(kind, "_from_config", None) or getattr(kind, "from_config", None)
+    if make is None:
+        raise ModelError(
+            f"model is {kind!r}; give an auto class of transformers, such as AutoModelForCausalLM, a PreTrainedModel, "
+            f"or a model that was built on the meta device."
+        )
+    expected = getattr(kind, "config_class", None)
+    if expected is not None and not isinstance(config, expected):
+        raise ModelError(
+            f"{folder / CONFIG} is of the family {config.model_type!r}, and {kind.__name__} needs a configuration of "
+            f"{expected.model_type!r}. Give the class of that family, or leave model out."
+        )
+    chosen = config.dtype if dtype == "auto" else dtype
+    try:
+        with torch.device("meta"):
+            built: nn.Module = make(config, dtype=chosen or torch.float32)
+    except Exception as error:
+        raise ModelError(f"transformers cannot build {kind.__name__} from {folder / CONFIG}: {error}") from error
+    config = getattr(built, "config", config)
+    config.name_or_path = str(folder)
+    if (folder / "generation_config.json").is_file() and hasattr(built, "generation_config"):
+        built.generation_config = transformers.GenerationConfig.from_pretrained(str(folder), local_files_only=True)
+    return built
+
+
+def _class_of(config: Any, folder: Path, transformers: Any) -> type:
+    """The class that a configuration names."""
+    names = getattr(config, "architectures", None) or []
+    kind: type | None = next((found for name in names if (found := getattr(transformers, name, None))), None)
+    if kind is None:
+        named = f"names {', '.join(names)}, which transformers does not have" if names else "names no class"
+        raise ModelError(f"{folder / CONFIG} {named}. Pass model=, such as transformers.AutoModelForCausalLM.")
+    return kind
+
+
+def _transformers(folder: Path) -> Any:
+    """The optional package transformers."""
+    try:
+        return importlib.import_module("transformers")
+    except ImportError as error:
+        raise ModelError(
+            f'building the model of {folder} needs the package transformers; run pip install "zeroshard[hf]"'
+        ) from error
+
+
+def _on_all_ranks(mesh: Mesh, make: Callable[[], Result]) -> Result:
+    """A result of each rank's own; an error of one rank is raised on all."""
+    result: Result | None = None
+    problem: list[str] | None = None
+    try:
+        result = make()
+    except ZeroshardError as error:
+        problem = [type(error).__name__, str(error)]
+    problems = [found for found in Comm(mesh).agree_on(problem, "the files of a pretrained model") if found]
+    if problems:
+        name, text = problems[0]
+        raise (ModelError if name == "ModelError" else CheckpointError)(text)
+    assert result is not None
+    return result

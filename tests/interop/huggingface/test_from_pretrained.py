@@ -1,0 +1,98 @@
+"""Engines of pretrained models: the files' values, as transformers loads them, and the training of the plain loop."""
+
+import warnings
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pool import Pool
+from selection import by_default
+
+import zeroshard as zs
+
+transformers = pytest.importorskip("transformers")
+from interop.huggingface.families import FAMILIES, batch, folder, kind_of  # noqa: E402
+
+STEPS, RATE = 5, 1e-2
+PLANS: dict[str, dict[str, Any]] = {
+    "stage 3": {"zero": 3},
+    "stage 3 over the network": {"zero": 3, "transport": "network"},
+    "offload": {"zero": 3, "offload": "optimizer,parameters"},
+    "stage 1": {"zero": 1},
+}
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    """transformers warns about its own deprecations and settings of small models."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_values_are_those_of_transformers(family: str) -> None:
+    """Parameters and all buffers, those that no file holds included, bit for bit."""
+    path = folder(family)
+    theirs = kind_of(family).from_pretrained(path, dtype=torch.float32)
+    engine = zs.from_pretrained(path, partial(torch.optim.SGD, lr=RATE))
+    state = engine.state_dict()
+    assert state.keys() == theirs.state_dict().keys()
+    assert [name for name, value in theirs.state_dict().items() if not torch.equal(state[name], value)] == []
+    buffers = dict(engine.model.named_buffers())
+    assert [name for name, value in theirs.named_buffers() if not torch.equal(buffers[name], value)] == []
+    assert engine.loaded is not None and not (engine.loaded.initialised or engine.loaded.unused)
+
+
+def trained(mesh: zs.Mesh, family: str, path: str, plan: dict[str, Any], steps: int) -> Any:
+    """The losses of some steps on this rank's rows, and the weights after them."""
+    engine = zs.from_pretrained(path, partial(torch.optim.AdamW, lr=RATE), zs.Plan.from_dict(plan), mesh=mesh)
+    losses = []
+    for step in range(steps):
+        rows = {name: value[2 * mesh.rank : 2 * mesh.rank + 2] for name, value in batch(family, step).items()}
+        result = engine.train_step(rows)
+        losses.append(result.loss.item())
+    return losses, engine.state_dict()
+
+
+def plain(family: str, path: Path, steps: int) -> Any:
+    """The losses of the plain loop, the mean over the rows of two ranks, and its weights."""
+    model = kind_of(family).from_pretrained(path, dtype=torch.float32)
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+    losses = []
+    for step in range(steps):
+        whole = batch(family, step)
+        halves = [{name: value[rows] for name, value in whole.items()} for rows in (slice(0, 2), slice(2, 4))]
+        loss = sum(model(**half).loss / 2 for half in halves)
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, model.state_dict()
+
+
+def check_training(pool: Pool, family: str, plan: str, steps: int) -> None:
+    path = folder(family)
+    losses, weights = plain(family, path, steps)
+    runs = pool.run(trained, 2, family, str(path), PLANS[plan], steps)
+    means = [sum(both) / 2 for both in zip(*(found for found, _ in runs), strict=True)]
+    assert means == pytest.approx(losses, rel=1e-5)
+    for _, state in runs:
+        for name, value in weights.items():
+            torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3-moe", "t5"])
+@pytest.mark.parametrize("plan", PLANS)
+def test_training_is_that_of_the_plain_loop(pool: Pool, family: str, plan: str) -> None:
+    check_training(pool, family, plan, STEPS)
+
+
+@pytest.mark.parametrize("family", by_default(FAMILIES))
+@pytest.mark.parametrize("plan", ["stage 3", "offload"])
+def test_every_family_trains_as_the_plain_loop(pool: Pool, family: str, plan: str) -> None:
+    check_training(pool, family, plan, 20)
