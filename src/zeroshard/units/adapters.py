@@ -51,6 +51,19 @@ def base_names(model: nn.Module) -> Callable[[str], str | None] | None:
     return named
 
 
+def stack_adapters(model: nn.Module, experts: nn.Module) -> dict[str, list[Any]]:
+    """The layers of adapters around stacked parameters of experts, by the parameter's name (`target_parameters`).
+
+    With E experts and rank r, A is [E * r, in], one expert after the other, and B is [out, r * E], whose columns of one
+    expert are E apart.
+    """
+    found: dict[str, list[Any]] = {}
+    for layer in layers_of_adapters(model).values():
+        if getattr(layer, "num_experts", 1) > 1 and layer.get_base_layer() is experts:
+            found.setdefault(layer.parameter_name, []).append(layer)
+    return found
+
+
 def initialisers_of(model: nn.Module) -> dict[nn.Module, Callable[[], None]]:
     """For modules of adapters, the functions that fill their parameters ([Note: adapters on meta])."""
     found: dict[nn.Module, Callable[[], None]] = {}

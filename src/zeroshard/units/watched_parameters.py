@@ -88,6 +88,10 @@ class WatchedParameter(nn.Parameter):
         else:
             watcher.replace(self, values)
 
+    def set_(self, source: Any = None, *more: Any, **named: Any) -> Tensor:  # type: ignore[override]
+        """`Tensor.set_`; `nn.utils.parametrize` sets a parameter to itself, which is no write."""
+        return self if source is self else super().set_(source, *more, **named)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
             memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)

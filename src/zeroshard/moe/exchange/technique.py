@@ -14,7 +14,7 @@ of an expert no gradient is made twice.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 
@@ -42,6 +42,7 @@ from zeroshard.platform.shared_memory import machine
 from zeroshard.tensor.split.collectives import CutRows, JoinRows, TensorRanks
 from zeroshard.tensor.split.technique import AXIS as TENSOR
 from zeroshard.tensor.split.technique import share_operands
+from zeroshard.units.adapters import stack_adapters
 from zeroshard.units.hooks import in_place_of, listen
 
 AXIS = "experts"
@@ -88,7 +89,9 @@ class ExpertTechnique:
         tensor = axes.get(TENSOR)
         tokens = None if tensor is None else OwnTokens(tensor)
         ranks = ExpertRanks(axis, self._machines(axis) if self._policy.two_level else None)
-        places = _replace(model, found, _cuts(found, axis))
+        cuts = _cuts(found, axis)
+        adapters, modules = _adapter_cuts(model, found, cuts)
+        places = _replace(model, found, cuts | adapters, modules)
         for each in found:
             each.count()
             each.install(ExchangedForward(each, ranks, tokens))
@@ -246,15 +249,41 @@ def _split(parameter: nn.Parameter, first: int, stop: int) -> Split:
     return Split(AXIS, tuple(parameter.shape), 0, (Piece(first, stop),) if stop > first else ())
 
 
-def _replace(
+def _adapter_cuts(
     model: nn.Module, found: Sequence[FoundExperts], cuts: Mapping[nn.Parameter, Split]
+) -> tuple[dict[nn.Parameter, Split], set[nn.Module]]:
+    """The shards of adapters of stacked experts, and the modules that hold them; the layers count own experts then."""
+    splits, modules = dict[nn.Parameter, Split](), set[nn.Module]()
+    for each in found:
+        for name, layers in stack_adapters(model, each.module).items():
+            pieces = cuts[each.module.get_parameter(name)].pieces
+            first, stop = (pieces[0].start, pieces[0].stop) if pieces else (0, 0)
+            for layer in layers:
+                for adapter, rank in layer.r.items():
+                    a, b = layer.lora_A[adapter], layer.lora_B[adapter]
+                    columns = tuple(Piece(n * each.experts + first, n * each.experts + stop) for n in range(rank))
+                    splits[a.weight] = _split(a.weight, first * rank, stop * rank)
+                    splits[b.weight] = Split(AXIS, tuple(b.weight.shape), 1, columns if stop > first else ())
+                    modules |= {a, b}
+                layer.num_experts = stop - first
+    return splits, modules
+
+
+def _replace(
+    model: nn.Module,
+    found: Sequence[FoundExperts],
+    cuts: Mapping[nn.Parameter, Split],
+    adapters: Collection[nn.Module] = (),
 ) -> dict[nn.Parameter, Split]:
     """Replace parameters by this rank's parts, in all modules that hold them.
+
+    Args:
+        adapters: modules beside the experts that hold parts.
 
     Raises:
         ModelError: a parameter of an expert stands outside of mixtures too.
     """
-    inside = {module for each in found for module in each.module.modules()}
+    inside = {*adapters, *(module for each in found for module in each.module.modules())}
     sites: dict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):

@@ -185,11 +185,10 @@ def _up(module: Any) -> str:
 def _compute_by_kernels(
     module: Any, activation: Activation, rows: Tensor, counts: Sequence[int], gates: Tensor | None
 ) -> Tensor:
-    up, parameters = _up(module), module._parameters
-    up_bias, down_bias = parameters.get(f"{up}_bias"), parameters.get(f"{DOWN}_bias")
-    stack = ExpertStack(
-        parameters[up], parameters[DOWN], activation, up_bias, down_bias, transposed=module.is_transposed
-    )
+    up = _up(module)
+    weights = getattr(module, up), getattr(module, DOWN)  # adapters of peft replace them by sums
+    up_bias, down_bias = getattr(module, f"{up}_bias", None), getattr(module, f"{DOWN}_bias", None)
+    stack = ExpertStack(*weights, activation, up_bias, down_bias, transposed=module.is_transposed)
     return expert_rows(rows, counts, gates, stack)
 
 
