@@ -201,6 +201,18 @@ def _buffers(value: Any) -> bool:
     return False
 
 
+def _base(value: Any) -> bool:
+    match value:
+        case {"source": str(), "tensors": dict() as tensors, **more}:
+            rows = [row for row in tensors.values() if isinstance(row, list) and len(row) == 3]
+            fits = all(
+                _counts(shape) and isinstance(dtype, str) and dtype in DTYPES and _count(share)
+                for shape, dtype, share in rows
+            )
+            return not more and fits and len(rows) == len(tensors)
+    return value is None
+
+
 def _optimizer(value: Any) -> bool:
     match value:
         case {"class": str(), "groups": list() as groups, "scalars": dict() as scalars, **more}:
@@ -223,10 +235,11 @@ FACTS: dict[str, tuple[Callable[[Any], bool], str]] = {
         "by axis over which parameters are split, its ranks",
     ),
     "gradient_layouts": (_layouts, "by label two of true or false"),
+    "base": (_base, "null, or a source and by name a shape, a dtype and a digest"),
     "optimizer": (_optimizer, "a class, a list of groups and a table of scalars"),
     "buffers": (_buffers, "a table of shapes and a list of names"),
     "tied": (lambda v: isinstance(v, dict) and _names(list(v.values())), "a table of names"),
     "config": (lambda v: v is None or isinstance(v, dict), "null or a table"),
 }
 CHECKED_BEFORE = ("step", "ranks", "extra")
-OPTIONAL = ("zeroshard", "torch", "plan", "loss_count", "last_update", "axes", "buffers", "tied", "config")
+OPTIONAL = ("zeroshard", "torch", "plan", "loss_count", "last_update", "axes", "base", "buffers", "tied", "config")

@@ -363,7 +363,13 @@ class Engine:
 
     @raises_budget_exceeded
     def save(
-        self, path: str | Path, extra: Mapping[str, Any] | None = None, *, keep: int | None = None, wait: bool = False
+        self,
+        path: str | Path,
+        extra: Mapping[str, Any] | None = None,
+        *,
+        keep: int | None = None,
+        wait: bool = False,
+        base: bool = False,
     ) -> Saving:
         """Write a checkpoint folder: weights, optimizer states, random numbers, step; a collective call.
 
@@ -371,11 +377,14 @@ class Engine:
         States without room for a copy there are waited for, with a `CheckpointWarning` the first time.
         A checkpoint that is still being written is waited for first. One that fails is a `CheckpointWarning` in the
         next step, unless `saving.wait()` raised it before.
+        Frozen weights that `load_weights` read from files, and that nothing wrote since, are left out: the checkpoint
+        holds their digests, and `load` compares these with the base that was read again.
 
         Args:
             extra: other state of the run, as plain values; `load` returns it.
             keep: how many checkpoints named like `step-00000100` stay in the folder, this one included; all by default.
             wait: return once the checkpoint is on the disk, without a copy in host memory.
+            base: write frozen weights from files too.
 
         Raises:
             CheckpointError: the path exists already or cannot be made; with `wait`, whatever went wrong.
@@ -394,21 +403,24 @@ class Engine:
             "never_written": self._backward.reductions.never_written,
             "extra": dict(extra or {}),
         }
-        return self._savings.begin(lambda: self._state.save(Path(path).absolute(), facts, keep, wait))
+        return self._savings.begin(lambda: self._state.save(Path(path).absolute(), facts, keep, wait, base))
 
     @raises_budget_exceeded
     def load(self, path: str | Path) -> dict[str, Any]:
         """Go on from a checkpoint folder, written under any plan; a collective call.
 
         At the same number of ranks and under the same plan the run goes on bit for bit. Returns the `extra` of `save`.
-        After an error the weights may be partly those of the checkpoint: load another one before going on.
+        After an error the weights may be partly those of the checkpoint: load another one before going on. Of a
+        checkpoint without the frozen base, that is read from its files first, unless `load_weights` has read it.
 
         Raises:
-            CheckpointError: no checkpoint, or one of another model or optimizer. DamagedError: one whose content is
-                not what was written.
+            CheckpointError: no checkpoint, or one of another model or optimizer, or over another base. DamagedError:
+                one whose content is not what was written.
         """
         self.flush()
         self._savings.wait()
+        if (source := self._state.unread_base(Path(path))) is not None:
+            self.load_weights(source)
         check_settings(self.world, self.optimizer.param_groups)  # waits, since other ranks may still read shared memory
         facts = self._state.load(Path(path))
         self._take_over()

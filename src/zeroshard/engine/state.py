@@ -4,7 +4,7 @@ import json
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -14,11 +14,13 @@ import torch
 from torch import nn
 
 from zeroshard.access.editing import WholeTensors
+from zeroshard.access.frozen_base import FrozenBase, check_base, merged_bases, without
 from zeroshard.access.given import GivenWeights, LoadedKeys, check_same, shared
 from zeroshard.checkpoint import (
     BaseFiles,
     Box,
     Fetched,
+    LoadReport,
     Meeting,
     Notes,
     Reader,
@@ -72,13 +74,15 @@ class State:
         self._world = axes.world
         self.buffers = Buffers(model, axes.world.mesh, stage)
         self._snapshot, self._warned = Snapshot(ledger), False
+        self._base = FrozenBase()
         self._axes = {name: axis.size for name, axis in axes.new.items()}
         self.wholes = WholeTensors(assembly.parts, axes.new, tied)
 
-    def save(self, path: Path, facts: dict[str, Any], keep: int | None, wait: bool) -> Saving:
+    def save(self, path: Path, facts: dict[str, Any], keep: int | None, wait: bool, base: bool) -> Saving:
         """Write all state of the next step; a collective call, which returns once everything is copied or written.
 
         Args:
+            base: whether frozen weights that came from files are written too.
             keep: how many checkpoints in the folder of `path` stay.
             wait: return only once it is on the disk.
 
@@ -89,11 +93,14 @@ class State:
         order = WriteOrder(path, "", [], {}, _merged, keep)
         order.token = self._begin(order, facts)
         order.facts = self._facts(facts)
+        left = set() if base else self._base.left_out(comm)
+        if left:
+            order.facts["base"] = self._base.facts(left, self._weight_pieces())
         if wait:
-            order.pieces = list(self._pieces())
+            order.pieces = list(without(self._pieces(), left))
             write(order, mesh, Meeting(comm, path.name))
             return Saving(path, lambda: None)
-        order.pieces = self._snapshot.take(self._pieces(), self._room())
+        order.pieces = self._snapshot.take(without(self._pieces(), left), self._room())
         waits = sum(piece.values.nbytes for piece in order.pieces if not piece.lasting)
         if waits and not self._warned:
             self._warned = True
@@ -135,8 +142,20 @@ class State:
             )
         self._refuse_on_all_ranks(problem)
         self._publish()
+        if facts.get("base"):
+            check_base(path, facts["base"], set(self._shapes()), self._weight_pieces(), self._world)
         self._optimizer.account()
         return facts
+
+    def unread_base(self, path: Path) -> str | None:
+        """The files of the frozen base that a checkpoint left out, if this engine has read none yet."""
+        if self._base.source is not None:
+            return None
+        try:
+            base = Reader(path).facts.get("base")
+        except CheckpointError:  # which `load` raises on all ranks
+            return None
+        return base["source"] if isinstance(base, dict) and isinstance(base.get("source"), str) else None
 
     def load_weights(self, path: Path | WeightSource) -> None:
         """Load weights and buffers alone from safetensors files; a collective call, each rank reads its slices.
@@ -167,6 +186,12 @@ class State:
             return BaseFiles(source, named)
 
         self._take_weights(opened)
+        named = base_names(self._model) or str
+        drawn = [name for name in self._shapes() if named(name) is None]
+        report: LoadReport | None = getattr(path, "report", None)
+        if report is not None:
+            drawn += [*report.initialised, *report.partly]
+        self._base.take(report.path if report else path if isinstance(path, Path) else None, self._parts.all, drawn)
 
     def load_state_dict(self, state: Mapping[str, Any] | None, strict: bool) -> LoadedKeys:
         """Load weights and buffers alone from a state dict, rank 0's where other ranks pass None; a collective call.
@@ -266,7 +291,8 @@ class State:
         """Fill this rank's slices; no other rank is needed."""
         reader = Reader(path)
         check_facts(path, reader.facts)
-        self._check_shapes(reader, self._shapes())
+        left = (reader.facts.get("base") or {"tensors": {}})["tensors"]
+        self._check_shapes(reader, self._shapes(), {name: tuple(row[0]) for name, row in left.items()})
         saved = self._checked(reader)
         mesh = self._world.mesh
         layout = (reader.facts["ranks"], reader.facts["cut"], reader.facts.get("axes", {}))
@@ -277,7 +303,7 @@ class State:
                 raise CheckpointError(f"{path} lacks the random numbers 'rng:{missing[0]}'. {WAY_OUT}")
         for part in self._parts.all:
             with part.updater.at_hand(writes=True):
-                self._load_weights(part, reader)
+                self._load_weights(part, reader, left)
                 if part.gradients is not None:
                     load_states(part, reader, saved)
         for group, options in zip(self._optimizer.optimizer.param_groups, saved.groups, strict=True):
@@ -327,6 +353,13 @@ class State:
         for name, state in rng.streams(self._world.mesh.device):
             yield TensorPiece.whole(f"rng:{name}", state)
 
+    def _weight_pieces(self) -> Iterator[TensorPiece]:
+        """This rank's slices of the frozen weights."""
+        for part in self._counted:
+            if part.gradients is None:
+                with part.updater.at_hand():
+                    yield from self._pieces_of(part, part.weights.rank)
+
     def _read_part(self, part: Part) -> list[torch.Tensor]:
         """The values of the pieces of a part; of states on the disk copies."""
         with part.updater.at_hand():
@@ -359,8 +392,13 @@ class State:
                 kept = name not in module._non_persistent_buffers_set
                 yield f"{path}.{name}" if path else name, tuple(buffer.shape) if kept else None
 
-    def _check_shapes(self, reader: Reader | WeightFiles, mine: Mapping[str, tuple[int, ...]]) -> None:
-        theirs = {name: reader.shape(f"weight:{name}") for name in reader.names("weight")}
+    def _check_shapes(
+        self,
+        reader: Reader | WeightFiles,
+        mine: Mapping[str, tuple[int, ...]],
+        left_out: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> None:
+        theirs = {name: reader.shape(f"weight:{name}") for name in reader.names("weight")} | dict(left_out or {})
         for name in sorted(mine.keys() | theirs.keys()):
             if mine.get(name) != theirs.get(name):
                 has, needs = theirs.get(name, "no such parameter"), mine.get(name, "no such parameter")
@@ -378,11 +416,13 @@ class State:
                     saved.check(part.flat.index.entries[number].name, span.group)
         return saved
 
-    def _load_weights(self, part: Part, reader: Reader | WeightSource) -> None:
+    def _load_weights(self, part: Part, reader: Reader | WeightSource, left_out: Container[str] = ()) -> None:
         values, start = part.updater.values, part.updater.start
         for number, low, high in part.flat.index.overlaps(start, start + values.numel()):
-            targets = [each for each, _ in part.boxes(number, low, values[low - start : high - start])]
-            reader.fill(f"weight:{part.flat.index.entries[number].name}", targets)
+            name = part.flat.index.entries[number].name
+            if name not in left_out:
+                targets = [each for each, _ in part.boxes(number, low, values[low - start : high - start])]
+                reader.fill(f"weight:{name}", targets)
 
 
 def _renamed(found: Mapping[str | None, Any]) -> dict[str, Any]:
@@ -396,6 +436,8 @@ def _merged(everyone: list[dict[str, Any]]) -> dict[str, Any]:
     facts["optimizer"] = merged_options([rank["optimizer"] for rank in everyone])
     facts["gradient_layouts"] = {label: v for rank in everyone for label, v in rank["gradient_layouts"].items()}
     facts["buffers"] = merged_facts(everyone)
+    if (base := merged_bases(rank.get("base") for rank in everyone)) is not None:
+        facts["base"] = base
     facts["last_update"] = {stage: v for rank in everyone for stage, v in rank["last_update"].items()}
     never = [rank["never_written"] for rank in everyone]
     if facts["cut"][0] > 1:

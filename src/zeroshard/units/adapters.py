@@ -51,7 +51,7 @@ def base_names(model: nn.Module) -> Callable[[str], str | None] | None:
     return named
 
 
-def stack_adapters(model: nn.Module, experts: nn.Module) -> dict[str, list[Any]]:
+def stack_adapters(model: nn.Module, holder: nn.Module) -> dict[str, list[Any]]:
     """The layers of adapters around stacked parameters of experts, by the parameter's name (`target_parameters`).
 
     With E experts and rank r, A is [E * r, in], one expert after the other, and B is [out, r * E], whose columns of one
@@ -59,7 +59,8 @@ def stack_adapters(model: nn.Module, experts: nn.Module) -> dict[str, list[Any]]
     """
     found: dict[str, list[Any]] = {}
     for layer in layers_of_adapters(model).values():
-        if getattr(layer, "num_experts", 1) > 1 and layer.get_base_layer() is experts:
+        count = getattr(layer, "num_experts", 1)
+        if count > 1 and layer.get_base_layer() is holder:
             found.setdefault(layer.parameter_name, []).append(layer)
     return found
 

@@ -88,7 +88,7 @@ class WatchedParameter(nn.Parameter):
         else:
             watcher.replace(self, values)
 
-    def set_(self, source: Any = None, *more: Any, **named: Any) -> Tensor:  # type: ignore[override]
+    def set_(self, source: Any = None, *more: Any, **named: Any) -> Tensor:
         """`Tensor.set_`; `nn.utils.parametrize` sets a parameter to itself, which is no write."""
         return self if source is self else super().set_(source, *more, **named)
 

@@ -186,9 +186,9 @@ def _compute_by_kernels(
     module: Any, activation: Activation, rows: Tensor, counts: Sequence[int], gates: Tensor | None
 ) -> Tensor:
     up = _up(module)
-    weights = getattr(module, up), getattr(module, DOWN)  # adapters of peft replace them by sums
+    into, out = getattr(module, up), getattr(module, DOWN)  # adapters of peft replace them by sums
     up_bias, down_bias = getattr(module, f"{up}_bias", None), getattr(module, f"{DOWN}_bias", None)
-    stack = ExpertStack(*weights, activation, up_bias, down_bias, transposed=module.is_transposed)
+    stack = ExpertStack(into, out, activation, up_bias, down_bias, transposed=module.is_transposed)
     return expert_rows(rows, counts, gates, stack)
 
 
