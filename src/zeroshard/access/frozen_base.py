@@ -105,7 +105,7 @@ def merged_bases(everyone: Iterable[Mapping[str, Any] | None]) -> dict[str, Any]
 def check_base(
     path: Path, facts: Mapping[str, Any], frozen: set[str], pieces: Iterator[TensorPiece], world: Comm
 ) -> None:
-    """Compare this engine's base with that of a checkpoint; a collective call.
+    """Compare the digests of this engine's base with a checkpoint's; a collective call.
 
     Args:
         path: of the checkpoint.
