@@ -240,6 +240,11 @@ FACTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "buffers": (_buffers, "a table of shapes and a list of names"),
     "tied": (lambda v: isinstance(v, dict) and _names(list(v.values())), "a table of names"),
     "config": (lambda v: v is None or isinstance(v, dict), "null or a table"),
+    "generation": (lambda v: v is None or isinstance(v, dict), "null or a table"),
+    "origin": (lambda v: v is None or isinstance(v, str), "null or a folder"),
 }
 CHECKED_BEFORE = ("step", "ranks", "extra")
-OPTIONAL = ("zeroshard", "torch", "plan", "loss_count", "last_update", "axes", "base", "buffers", "tied", "config")
+OPTIONAL = (
+    *("zeroshard", "torch", "plan", "loss_count", "last_update", "axes", "base", "buffers", "tied"),
+    *("config", "generation", "origin"),
+)

@@ -107,11 +107,15 @@ def write_tensors(
     digests: list[list[int]] = []
     with disk.create(path) as file:
         disk.write(file, header)
-        for slot, tensor in zip(slots, values, strict=True):
+        ready = iter(values)
+        for slot in slots:  # no zip, which would hold the last tensor while the next is made
+            tensor = next(ready)
             assert (tensor.dtype, tensor.numel()) == (slot.dtype, math.prod(slot.shape))
             digests.append([])
             for block in blocks_of(tensor.cpu()):
                 digests[-1].append(zlib.crc32(block))
                 disk.write(file, block)
+                del block
+            del tensor
         disk.sync(file)
     return Written(len(header) + sum(slot.nbytes for slot in slots), zlib.crc32(header), digests)

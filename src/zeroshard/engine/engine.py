@@ -5,19 +5,22 @@ stage. `train_step` runs the same actions from a schedule.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, overload
 
 import torch
 from torch import nn
 
 from zeroshard.access.editing import Editing, set_magnitudes, state_dict_by_unit
 from zeroshard.access.given import LoadedKeys
+from zeroshard.access.whole_weights import Bucket, WholeWeights
 from zeroshard.checkpoint import LoadReport, Saving, WeightSource
+from zeroshard.checkpoint.export import SHARD_SIZE
+from zeroshard.checkpoint.file_names import Names
 from zeroshard.checkpoint.writer import Savings
 from zeroshard.comm.collectives import Comm
 from zeroshard.comm.mesh import Mesh, keep_freed_memory, shared_mesh
@@ -52,6 +55,7 @@ from zeroshard.step.gradient_accumulation import OneStage
 from zeroshard.step.losses import Loss, StepLosses
 from zeroshard.step.sequence import AllRanks, Scope, StepOrder, StepResult, StepSequence, discard_gradients_on_error
 from zeroshard.step.trace import Trace, traced
+from zeroshard.text import parse_bytes
 from zeroshard.traffic import BETWEEN_TIERS, Count, Purpose, merged
 from zeroshard.units.forwards import layers_of
 from zeroshard.units.hooks import Hook
@@ -360,6 +364,72 @@ class Engine:
             return state_dict_by_unit(self.model, self._assembly.parts, self._gatherer, wholes)
         with self._editing.whole():
             return {key: wholes.copy(key, value) for key, value in self.model.state_dict().items()}
+
+    @overload
+    def weights(
+        self, *, dtype: torch.dtype | None = None, names: Names = None, buckets: None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]: ...
+
+    @overload
+    def weights(
+        self, *, dtype: torch.dtype | None = None, names: Names = None, buckets: str | int
+    ) -> Iterator[Bucket]: ...
+
+    def weights(
+        self, *, dtype: torch.dtype | None = None, names: Names = None, buckets: str | int | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]] | Iterator[Bucket]:
+        """Whole parameters and persistent buffers one at a time on every rank: (name, tensor), or buckets of them.
+
+        The call and each step of the loop are collective: all ranks take all tensors, between two steps, in the order
+        of the model's state dict, tied ones once. Tensors are copies on this rank's device, and memory is that of one
+        besides those that the loop still holds. To leave the loop early, all ranks leave it at the same tensor;
+        otherwise they stop with a `CommError`.
+
+        Args:
+            dtype: of floating-point tensors; by default the dtype in which the model computes. With `torch.float32` the
+                values are those of the fp32 master weights, where there are any.
+            names: a function from the model's names to others; or "transformers" for names and shapes in the files of
+                the model's family.
+            buckets: most bytes, such as "1GiB", of a `Bucket` of consecutive tensors; a larger tensor has its own.
+
+        Raises:
+            PlanError: the call is inside of `gathered()`, or a step is taken inside of the loop.
+            ConfigError: `names` or `buckets` is something else.
+        """
+        most = None if buckets is None else parse_bytes(buckets, "buckets")
+        whole = self._whole_weights("weights")
+        groups = whole.groups(dtype, names, masters=False)
+        return whole.named(groups) if most is None else whole.walk_buckets(groups, most)
+
+    @raises_budget_exceeded
+    def export(
+        self, folder: str | Path, *, dtype: torch.dtype | None = None, shard_size: str | int = SHARD_SIZE
+    ) -> None:
+        """Write the weights as `from_pretrained` of transformers reads them, while the run goes on; a collective call.
+
+        Names are those in the files of the model's family, with `config.json`, `generation_config.json`, and tokenizer
+        and chat template from the folder of the model; of other models those of the state dict. Rank 0 writes, and no
+        rank holds more than one whole tensor. The folder appears when it is complete.
+
+        Args:
+            folder: which must not exist yet.
+            dtype: of floating-point tensors; by default as kept, which is fp32 where there are master weights.
+            shard_size: most bytes of tensors in a file.
+
+        Raises:
+            CheckpointError: the folder exists or cannot be written, or a value does not fit the dtype.
+            PlanError: the call is inside of `gathered()`. ConfigError: `shard_size` is no size.
+        """
+        self._whole_weights("export").export(Path(folder).absolute(), dtype, shard_size)
+
+    def _whole_weights(self, method: str) -> WholeWeights:
+        if self._forward.writes.allowed:
+            raise PlanError(
+                f"engine.{method}() was called inside `with engine.gathered():`, whose writes become the weights at "
+                f"its end. Call it after the block."
+            )
+        self.flush()
+        return self._state.whole_weights(lambda: self.steps)
 
     @raises_budget_exceeded
     def save(

@@ -16,6 +16,7 @@ from torch import nn
 from zeroshard.access.editing import WholeTensors
 from zeroshard.access.frozen_base import FrozenBase, check_base, merged_bases, without
 from zeroshard.access.given import GivenWeights, LoadedKeys, check_same, shared
+from zeroshard.access.whole_weights import WholeWeights
 from zeroshard.checkpoint import (
     BaseFiles,
     Box,
@@ -33,6 +34,7 @@ from zeroshard.checkpoint import (
     rng,
     write,
 )
+from zeroshard.checkpoint.export import CONFIG, GENERATION, folder_of, texts_of
 from zeroshard.checkpoint.facts import check_facts, given, kept
 from zeroshard.comm.mesh import local_ranks
 from zeroshard.engine.build import Assembly
@@ -211,6 +213,10 @@ class State:
         given.set_extras()
         return given.keys
 
+    def whole_weights(self, steps: Callable[[], int]) -> WholeWeights:
+        """The whole tensors of the model, to be taken out one by one; a collective call."""
+        return WholeWeights(self._model, self._parts, self.buffers, self._tied, self._world, steps)
+
     def _take_weights(self, opened: Callable[[], WeightSource]) -> None:
         """Load weights and buffers from opened files or tensors; an error of one rank is raised on all."""
         problem: CheckpointError | None = None
@@ -275,6 +281,7 @@ class State:
         groups = options_of(self._parts.all, optimizer)
         scalars = {name: kept for part in self._parts.all for name, kept in scalars_of(part).items()}
         layouts = {s.flat.label: s.gradients.layout for s in self._parts.all if s.gradients}
+        texts, folder = texts_of(self._model), folder_of(self._model)
         return {
             **facts,
             "optimizer": {"class": type(optimizer).__name__, "groups": groups, "scalars": scalars},
@@ -284,7 +291,9 @@ class State:
             **({"axes": self._axes} if self._axes else {}),
             "buffers": self.buffers.facts(),
             "tied": self._tied,
-            "config": _config(self._model),
+            "config": texts[CONFIG],
+            "generation": texts[GENERATION],
+            "origin": None if folder is None else str(folder),
         }
 
     def _read(self, path: Path) -> dict[str, Any]:
@@ -443,12 +452,3 @@ def _merged(everyone: list[dict[str, Any]]) -> dict[str, Any]:
     if facts["cut"][0] > 1:
         facts["never_written"] = None if None in never else sorted({name for names in never for name in names})
     return facts
-
-
-def _config(model: nn.Module) -> dict[str, Any] | None:
-    """The configuration of a transformers model, as `from_pretrained` reads it."""
-    describe = getattr(getattr(model, "config", None), "to_json_string", None)
-    if describe is None:
-        return None
-    config: dict[str, Any] = json.loads(describe())
-    return {**config, "architectures": [type(model).__name__]}
