@@ -208,6 +208,25 @@ def test_a_plan_of_few_blocks_is_rehearsed_whole_to_be_explained(
     assert (plan, machines.count, rows, more) == (bare.plan, 8, 4, {"deep": True})
 
 
+def test_the_page_has_all_plans_and_curves_of_the_first(
+    read: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Plan] = []
+    whole = replace(BEST[0], causes={"compute": 9.0})
+    monkeypatch.setattr(plan_command, "predict", lambda task, plan, *_, **__: asked.append(plan) or whole)
+    monkeypatch.setattr(plan_command, "CURVES", 11)  # the model has 5 blocks
+    bare = [replace(one, events=()) for one in BEST]
+    large = prediction(Plan(), memory={"activations": 30 * GIB})
+    refused = (Refusal(large.plan, 4, "It needs more.", "Buy more.", large), *REFUSED)
+    found = Found((*bare[:2], BEST[2]), refused, 9, 1.0, (), (BEST[2],))
+    assert "Wrote plans.html" in read("--html", "plans.html", found=found)
+    page = Path("plans.html").read_text()
+    assert asked == [bare[0].plan]  # the second is too large beside it, the third has its curve
+    assert [f'id="plan-{n}"' in page for n in range(1, 7)] == [True] * 5 + [False]
+    assert "420 ms" in page and "9.00 s" not in page  # the time is that of the search
+    assert "zeroshard train --model tiny" in page and "zs.Plan(zero=3" in page and "It needs more. Buy more." in page
+
+
 def test_the_picture_of_memory_has_its_shape() -> None:
     p = prediction(capacity_bytes=100 * GIB)
     rows = memory_picture(p, 61, colour=False).plain.splitlines()
@@ -333,6 +352,7 @@ def test_a_module_that_is_not_there() -> None:
         ({"ranks": 4}, "add params"),
         ({"largest": True, "model": "small"}, "leave out model"),
         ({"largest": True, "explain": 1}, "leave out explain"),
+        ({"largest": True, "html": Path("x")}, "leave out html"),
         ({"largest": True, "tensor_parallel": 2}, "leave out tensor_parallel"),
         ({"tensor_parallel": 1}, "tensor_parallel is 1; it must be 2 or more, or left out"),
         ({"params": 1e9}, "say ranks, or gpus"),

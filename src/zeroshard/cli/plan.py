@@ -15,12 +15,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from zeroshard.cli.plan_answer import answer_json, answer_lines, differing, job_of
+from zeroshard.cli.plan_answer import answer_json, answer_lines, differing, job_of, listed
 from zeroshard.cli.plan_options import ROWS, SEQUENCE, PlanOptions, precision_for
 from zeroshard.doctor.hardware import Machines
 from zeroshard.errors import ConfigError
 from zeroshard.plan import Plan
-from zeroshard.planner.predict.predict import predict
+from zeroshard.planner.predict.predict import predict, way_of
 from zeroshard.planner.predict.rehearse import TrainingTask, quiet
 from zeroshard.planner.predict.result import Found, Prediction
 from zeroshard.planner.predict.torch_internals import fakes
@@ -40,6 +40,7 @@ from zeroshard.report.plan_text import (
     timeline_picture,
     wire_table,
 )
+from zeroshard.report.plans_page import write_plans
 from zeroshard.tensor.find.explain import ExplainedLayer, explain, explain_sequences
 from zeroshard.tensor.find.layers import find
 from zeroshard.train.config import TrainConfig
@@ -51,6 +52,7 @@ from zeroshard.zero.byte_formulas import state_bytes
 
 FILE_COLUMNS = 120
 WIDEST = 120  # of a picture
+CURVES = 128  # blocks times microbatches of all plans of the page whose blocks are all rehearsed
 BETWEEN_LINES = 10.0  # seconds, without a terminal
 
 
@@ -78,6 +80,12 @@ def run_plan(options: PlanOptions, machines: Machines | None) -> None:
         if options.explain is not None:
             found = _with_events(found, options.explain, task, machines)
     files = _write_plans(options, found, task)
+    if options.html is not None:
+        with _status() as say:
+            found = _with_curves(found, task, machines, say)
+        rates = f"Rates: {machines.device.source}"
+        write_plans(options.html, listed(found, task, machines, options), found, title, (rates,))
+        files.append(options.html)
     layers = None
     if options.explain is not None:
         layers = _explained_layers(found.best[options.explain - 1].plan, task)
@@ -119,8 +127,31 @@ def _with_events(found: Found, number: int, task: TrainingTask, machines: Machin
     """Add memory over the step to one plan, by rehearsing all its blocks where only some were rehearsed."""
     chosen = _numbered(number, found, "explain")
     if not chosen.events:
-        chosen = predict(task, chosen.plan, machines, chosen.batch, deep=True)
+        chosen = _whole(chosen, task, machines)
     return replace(found, best=(*found.best[: number - 1], chosen, *found.best[number:]))
+
+
+def _with_curves(found: Found, task: TrainingTask, machines: Machines, say: Callable[[str], None]) -> Found:
+    """Add memory over the step to the first plans, as far as `CURVES` goes."""
+    best, left = [], CURVES
+    for chosen in found.best:
+        depth = sum(stack.depth for stack in task.facts.stacks)
+        size = 0 if chosen.events else way_of(chosen.plan).whole(chosen.plan, depth)
+        if 0 < size <= left:
+            left -= size
+            say(f"{short(chosen.plan, chosen.ranks)}, whole, for its memory over the step")
+            chosen = _whole(chosen, task, machines)
+        best.append(chosen)
+    return replace(found, best=tuple(best))
+
+
+def _whole(chosen: Prediction, task: TrainingTask, machines: Machines) -> Prediction:
+    """A prediction with memory over the step, from all blocks, and with the time of before if that was measured."""
+    if chosen.optimizer:
+        on_device, on_host = (task.others or {})[chosen.optimizer]
+        task = replace(task, optimizer=on_device, host_optimizer=on_host)
+    whole = predict(task, chosen.plan, machines, chosen.batch, deep=True)
+    return replace(whole, optimizer=chosen.optimizer, causes=chosen.causes, time_mode=chosen.time_mode)
 
 
 def _explained_layers(plan: Plan, task: TrainingTask) -> tuple[int, list[ExplainedLayer], list[str]] | None:

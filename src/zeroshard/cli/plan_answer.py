@@ -12,6 +12,7 @@ from zeroshard.planner.predict.rehearse import TrainingTask
 from zeroshard.planner.predict.result import Found, Prediction
 from zeroshard.planner.search.adapted import peft_lines
 from zeroshard.planner.search.text import changes
+from zeroshard.report.plans_page import ListedPlan
 from zeroshard.text import format_bytes
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.option_values import NONE
@@ -62,6 +63,22 @@ def differing(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[st
         elif value != defaults[name]:
             table[name] = NONE if value is None else value
     return table
+
+
+def listed(found: Found, task: TrainingTask, machines: Machines, options: PlanOptions) -> list[ListedPlan]:
+    """All rehearsed plans of a search with their lines to copy: those that fit in their order, then the others."""
+    unfit = [(one.rehearsed, f"{one.why} {one.way_out}") for one in found.refused if one.rehearsed is not None]
+    plans = [*((one, "") for one in (*found.best, *found.others)), *unfit]
+    return [
+        ListedPlan(
+            one,
+            "" if options.own else option_line(one, task, options),
+            python_line(one.plan),
+            model_flops_share(one, task, machines),
+            why,
+        )
+        for one, why in plans
+    ]
 
 
 def model_flops_share(prediction: Prediction, task: TrainingTask, machines: Machines) -> float | None:

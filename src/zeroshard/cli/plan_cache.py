@@ -83,8 +83,7 @@ def _ask(options: PlanOptions, machines: Machines, answer: Answer) -> dict[str, 
             answer(options, machines)
         except SystemExit as ended:
             code = ended.code
-    paths = filter(None, (options.out, options.write and options.write[1]))
-    files = {str(path): path.read_text(encoding="utf-8") for path in paths if not code}
+    files = {str(path): path.read_text(encoding="utf-8") for path in options.files if path.exists()}
     return {"printed": printed.text.getvalue(), "files": files, "code": code}
 
 

@@ -80,6 +80,8 @@ class PlanOptions:
     """Write the best plan into this TOML file, which zeroshard train --config takes."""
     write: tuple[int, Path] | None = None
     """Write the plan of this number into this TOML file."""
+    html: Path | None = None
+    """Write a page of all plans into this file: memory against time, a table to sort, and each plan by itself."""
     fresh: bool = False
     """Search again even if the same question was answered before."""
     params: float | None = None
@@ -130,6 +132,11 @@ class PlanOptions:
         return is_code(self.model)
 
     @property
+    def files(self) -> list[Path]:
+        """The files to write, in which an answer on the disk has them too."""
+        return [path for path in (self.out, self.write and self.write[1], self.html) if path]
+
+    @property
     def fields(self) -> dict[str, Any]:
         """The fields given for all plans."""
         given = {"precision": self.precision, "tensor_parallel": self.tensor_parallel}
@@ -137,7 +144,7 @@ class PlanOptions:
 
     def _check_largest(self) -> None:
         given = {"model": self.model != MODEL, "batch_of": self.batch_of, "explain": self.explain, "out": self.out}
-        given |= {"tensor_parallel": self.tensor_parallel, "adapters": self.adapters}
+        given |= {"tensor_parallel": self.tensor_parallel, "adapters": self.adapters, "html": self.html}
         for name in (name for name, value in {**given, "write": self.write}.items() if value and self.largest):
             raise ConfigError(f"largest looks through the built-in GPT in all sizes; leave out {name}.")
 
@@ -167,7 +174,7 @@ def read_question(argv: Sequence[str], environment: Mapping[str, str]) -> tuple[
         raise ConfigError(f"batch_of is for a model of your own and {options.model} makes its own; leave it out.")
     if options.batch_of is not None and code_named(options.batch_of) is None:
         raise ConfigError(f"batch_of={options.batch_of} names no function; write mine.py:function or module:function.")
-    for path in filter(None, (options.out, options.write and options.write[1])):
+    for path in options.files:
         if path.is_dir() or not path.absolute().parent.is_dir():
             raise ConfigError(f"{path} cannot be written; name a file in a folder that exists.")
     return options, described_machines(options, options.profile or default_path(environment))
