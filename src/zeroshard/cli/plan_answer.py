@@ -67,7 +67,7 @@ def differing(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[st
 
 def listed(found: Found, task: TrainingTask, machines: Machines, options: PlanOptions) -> list[ListedPlan]:
     """All rehearsed plans of a search with their lines to copy: those that fit in their order, then the others."""
-    unfit = [(one.rehearsed, f"{one.why} {one.way_out}") for one in found.refused if one.rehearsed is not None]
+    unfit = [(one.prediction, f"{one.why} {one.way_out}") for one in found.refused if one.prediction is not None]
     plans = [*((one, "") for one in (*found.best, *found.others)), *unfit]
     return [
         ListedPlan(

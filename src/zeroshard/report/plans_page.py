@@ -104,7 +104,7 @@ def plans_page(plans: Sequence[ListedPlan], found: Found, title: str, notes: Seq
         columns=COLUMNS,
         rows=[(f"plan-{n}", n, one, _cells(one)) for n, one in enumerate(plans, 1)],
         sections=[_section(n, one) for n, one in enumerate(plans, 1)],
-        refused=[_refused(group) for group in alike([one for one in found.refused if one.rehearsed is None])],
+        refused=[_refused(group) for group in alike([one for one in found.refused if one.prediction is None])],
     )
 
 
@@ -123,8 +123,8 @@ def _facts(plan: ListedPlan) -> tuple[tuple[str, str], ...]:
         ("Tokens per second", format_exact(round(p.tokens_per_second))),
         ("MFU", _share(plan.flops_share)),
         ("Hours per 10⁹ tokens", _hours(plan.hours)),
-        ("Host memory of a node", format_bytes(p.host_needed_bytes) if p.host_needed_bytes else DASH),
-        ("Disk of a rank", format_bytes(p.disk_bytes) if p.disk_bytes else DASH),
+        ("Host memory of a node", _size(p.host_needed_bytes)),
+        ("Disk of a rank", _size(p.disk_bytes)),
         ("Results", plan.results),
     )
     return tuple((name, text) for name, text in facts if text != DASH)
@@ -132,11 +132,10 @@ def _facts(plan: ListedPlan) -> tuple[tuple[str, str], ...]:
 
 def _cells(plan: ListedPlan) -> tuple[SortedCell, ...]:
     p = plan.prediction
-    host = p.host_needed_bytes
     return (
         SortedCell(Cell("yes" if p.fits else "no"), 0 if p.fits else 1),
         SortedCell(Cell(format_bytes(p.peak_bytes)), p.peak_bytes),
-        SortedCell(Cell(format_bytes(host) if host else DASH), host),
+        SortedCell(Cell(_size(p.host_needed_bytes)), p.host_needed_bytes),
         SortedCell(Cell(seconds(p.seconds)), p.seconds),
         SortedCell(Cell(format_exact(round(p.tokens_per_second))), p.tokens_per_second),
         SortedCell(Cell(_share(plan.flops_share)), plan.flops_share),
@@ -169,6 +168,10 @@ def _refused(group: Sequence[Refusal]) -> tuple[str, int, str, str]:
     """The first plan of some that are refused alike, their number, the reason and the way out."""
     first = group[0]
     return short(first.plan), len(group), first.why, first.way_out
+
+
+def _size(nbytes: int) -> str:
+    return format_bytes(nbytes) if nbytes else DASH
 
 
 def _share(share: float | None) -> str:

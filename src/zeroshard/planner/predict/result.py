@@ -208,14 +208,14 @@ class Refusal:
     Attributes:
         why: one sentence.
         way_out: one sentence: the single change that would make it fit.
-        rehearsed: its memory and time, where it was rehearsed.
+        prediction: its memory and time, where it was rehearsed.
     """
 
     plan: Plan
     batch: int
     why: str
     way_out: str
-    rehearsed: Prediction | None = None
+    prediction: Prediction | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, as JSON holds them."""

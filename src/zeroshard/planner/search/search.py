@@ -455,8 +455,8 @@ class _Search:
                 return remedy.sentence
         return f"Devices with {format_bytes(needed)} or more would hold them."
 
-    def _refuse(self, plan: Plan, rows: int, why: str, way_out: str, rehearsed: Prediction | None = None) -> None:
-        self.refused.append(Refusal(plan, rows, why, way_out, rehearsed))
+    def _refuse(self, plan: Plan, rows: int, why: str, way_out: str, prediction: Prediction | None = None) -> None:
+        self.refused.append(Refusal(plan, rows, why, way_out, prediction))
 
     def _blocks(self) -> int:
         """Blocks of the model.
