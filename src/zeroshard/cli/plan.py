@@ -24,7 +24,7 @@ from zeroshard.planner.predict.predict import predict, way_of
 from zeroshard.planner.predict.rehearse import TrainingTask, quiet
 from zeroshard.planner.predict.result import Found, Prediction
 from zeroshard.planner.predict.torch_internals import fakes
-from zeroshard.planner.search.adapted import with_adapters
+from zeroshard.planner.search.adapted import trained_as, with_adapters
 from zeroshard.planner.search.search import search
 from zeroshard.planner.search.text import describe, left_out, named, why_first
 from zeroshard.report.plan_page import write_plan
@@ -139,7 +139,7 @@ def _with_curves(found: Found, task: TrainingTask, machines: Machines, say: Call
         size = 0 if chosen.events else way_of(chosen.plan).whole(chosen.plan, depth)
         if 0 < size <= left:
             left -= size
-            say(f"{short(chosen.plan, chosen.ranks)}, whole, for its memory over the step")
+            say(f"{named(chosen)}, whole, for its memory over the step")
             chosen = _whole(chosen, task, machines)
         best.append(chosen)
     return replace(found, best=tuple(best))
@@ -147,11 +147,8 @@ def _with_curves(found: Found, task: TrainingTask, machines: Machines, say: Call
 
 def _whole(chosen: Prediction, task: TrainingTask, machines: Machines) -> Prediction:
     """A prediction with memory over the step, from all blocks, and with the time of before if that was measured."""
-    if chosen.optimizer:
-        on_device, on_host = (task.others or {})[chosen.optimizer]
-        task = replace(task, optimizer=on_device, host_optimizer=on_host)
-    whole = predict(task, chosen.plan, machines, chosen.batch, deep=True)
-    return replace(whole, optimizer=chosen.optimizer, causes=chosen.causes, time_mode=chosen.time_mode)
+    whole = predict(trained_as(task, chosen), chosen.plan, machines, chosen.batch, deep=True)
+    return replace(whole, causes=chosen.causes, time_mode=chosen.time_mode)
 
 
 def _explained_layers(plan: Plan, task: TrainingTask) -> tuple[int, list[ExplainedLayer], list[str]] | None:

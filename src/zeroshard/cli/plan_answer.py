@@ -72,8 +72,8 @@ def listed(found: Found, task: TrainingTask, machines: Machines, options: PlanOp
     return [
         ListedPlan(
             one,
-            "" if options.own else option_line(one, task, options),
-            python_line(one.plan),
+            "" if options.own or one.adapters else option_line(one, task, options),
+            "\n".join([*(peft_lines(one.adapters) if one.adapters else ()), python_line(one.plan)]),
             model_flops_share(one, task, machines),
             why,
         )

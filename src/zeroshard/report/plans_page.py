@@ -6,7 +6,7 @@ from pathlib import Path
 
 from zeroshard.errors import ReportError
 from zeroshard.planner.predict.result import Found, Prediction, Refusal
-from zeroshard.planner.search.text import alike, changes, seconds, short, why_first
+from zeroshard.planner.search.text import alike, changes, named, seconds, short, why_first
 from zeroshard.report.page import compose
 from zeroshard.report.plan_page import plan_memory, plan_tables, plan_timeline, remarks
 from zeroshard.report.plans_figure import PlanPoint, plans_figure
@@ -39,7 +39,7 @@ class ListedPlan:
     def name(self) -> str:
         """The plan in a few words."""
         p = self.prediction
-        return f"{short(p.plan, p.ranks)}, {p.batch} row{'s' * (p.batch > 1)}"
+        return f"{named(p)}, {p.batch} row{'s' * (p.batch > 1)}"
 
     @property
     def hours(self) -> float | None:

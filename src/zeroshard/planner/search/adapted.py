@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from zeroshard.planner.predict.adapters import NAMES, RANK, AdapterName, put_adapters
 from zeroshard.planner.predict.rehearse import TrainingTask
+from zeroshard.planner.predict.result import Prediction
 
 OF_RANK = " of rank "
 PACKED = (
@@ -22,7 +23,7 @@ def with_adapters(task: TrainingTask, name: AdapterName, rank: int = RANK) -> Tr
     )
 
 
-def readapted(task: TrainingTask, adapters: str) -> TrainingTask:
+def _readapted(task: TrainingTask, adapters: str) -> TrainingTask:
     """The task with the adapters that `TrainingTask.adapters` names."""
     name, rank = _parsed(adapters)
     return with_adapters(task, name, rank)
@@ -32,6 +33,13 @@ def with_optimizer(task: TrainingTask, name: str) -> TrainingTask:
     """The task with one of its `others`."""
     on_device, on_host = (task.others or {})[name]
     return replace(task, optimizer=on_device, host_optimizer=on_host, smaller=name)
+
+
+def trained_as(task: TrainingTask, prediction: Prediction) -> TrainingTask:
+    """The task that a prediction is of: the task itself, or with the prediction's adapters or optimizer."""
+    if prediction.optimizer:
+        return with_optimizer(task, prediction.optimizer)
+    return task if prediction.adapters == task.adapters else _readapted(task, prediction.adapters)
 
 
 def _parsed(adapters: str) -> tuple[AdapterName, int]:

@@ -34,7 +34,7 @@ from zeroshard.planner.predict.predict import predict, predict_timed, way_of
 from zeroshard.planner.predict.rehearse import TrainingTask
 from zeroshard.planner.predict.result import Found, Prediction, Refusal
 from zeroshard.planner.predict.states import Sizes, least_bytes, sizes_of, states_of
-from zeroshard.planner.search.adapted import readapted, with_adapters, with_optimizer
+from zeroshard.planner.search.adapted import trained_as, with_adapters, with_optimizer
 from zeroshard.planner.search.nearest import nearest_ways
 from zeroshard.planner.search.progress import SearchProgress
 from zeroshard.planner.search.text import changes, lacking, short
@@ -377,7 +377,7 @@ class _Search:
         """The prediction with a time measured on few blocks, if this machine can hold them."""
         self.say(f"timing {short(prediction.plan, self.machines.count)}")
         try:
-            found = predict_timed(self._task_of(prediction), prediction.plan, self.machines, prediction.batch)
+            found = predict_timed(trained_as(self.task, prediction), prediction.plan, self.machines, prediction.batch)
         except ZeroshardError:
             return prediction
         return replace(prediction, causes=found.causes, time_mode=found.time_mode)
@@ -389,15 +389,10 @@ class _Search:
         if way_of(plan).whole(plan, depth) > MOST_DEEP:
             return prediction
         self.say("the best once more, whole")
-        found = predict(self._task_of(prediction), plan, self.machines, prediction.batch, deep=True)
+        found = predict(trained_as(self.task, prediction), plan, self.machines, prediction.batch, deep=True)
         if prediction.time_mode == found.time_mode:
             return found
         return replace(found, causes=prediction.causes, time_mode=prediction.time_mode)
-
-    def _task_of(self, prediction: Prediction) -> TrainingTask:
-        if prediction.optimizer:
-            return with_optimizer(self.task, prediction.optimizer)
-        return self.task if prediction.adapters == self.task.adapters else readapted(self.task, prediction.adapters)
 
     def _with(self, plan: Plan, count: int) -> Plan:
         return replace(plan, microbatches=count)
