@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 LOOKS = 3  # forwards
 Source = tuple[Callable[[], Any], Callable[[Any], Any]]  # reads a state, writes one
+Step = Callable[[Any], Iterable[Any]]  # the values reached from a value in one step
 KINDS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
 LEAVES = (str, bytes, int, float, complex, Tensor, torch.dtype, torch.device, CodeType, type(None))
 LIBRARIES = frozenset({"torch", "numpy", "random", "zeroshard", "builtins", "typing", "collections", "functools"})
@@ -69,45 +70,69 @@ def generators_reached(roots: Iterable[Any]) -> list[Any]:
     """All generators reached from modules and functions, each once."""
     found: dict[int, Any] = {}
     seen: dict[int, Any] = {}  # kept alive, so that no new value gets the id of an old one
+    steps: dict[int, tuple[type, Step | None]] = {}  # by the id of a type, which is kept alive too
     pending: list[Any] = list(roots)
     while pending and len(seen) < MOST:
         value = pending.pop()
-        if isinstance(value, LEAVES) or id(value) in seen:
+        kind = type(value)
+        if (known := steps.get(id(kind))) is None:
+            known = steps[id(kind)] = kind, _step_from(value)
+        if (step := known[1]) is None or (key := id(value)) in seen:
             continue
-        seen[id(value)] = value
-        if isinstance(value, KINDS):
-            found[id(value)] = value
+        seen[key] = value
+        if step is _end:
+            found[key] = value
         else:
-            pending += _followed(value)
+            pending += step(value)
     return list(found.values())
 
 
-def _followed(value: Any) -> Iterator[Any]:
-    """Values reached from a value in one step."""
-    if isinstance(value, FunctionType):
-        if not _in_library(value):
-            yield from _of_function(value)
-    elif isinstance(value, MethodType):
-        yield from (value.__func__, value.__self__)
-    elif isinstance(value, partial):
-        yield from (value.func, *value.args, *value.keywords.values())
-    elif isinstance(value, (staticmethod, classmethod)):
-        yield value.__func__
-    elif isinstance(value, property):
-        yield from (value.fget, value.fset)
-    elif isinstance(value, dict):
-        yield from list(dict.values(value))  # and not a method of its own, which may load things
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        yield from list(value)
-    elif isinstance(value, type):
-        if not _in_library(value):
-            yield from (member for kind in value.__mro__ if not _in_library(kind) for member in vars(kind).values())
-    elif isinstance(value, nn.Module) or not (isinstance(value, ModuleType) or _in_library(value)):
-        yield type(value)
-        yield from list(getattr(value, "__dict__", {}).values())
+def _step_from(value: Any) -> Step | None:
+    """The step from all values of a value's type; None from leaves."""
+    if isinstance(value, LEAVES):
+        return None
+    return next(step for kinds, step in STEPS if isinstance(value, kinds))
 
 
-def _of_function(function: FunctionType) -> Iterator[Any]:
+def _end(generator: Any) -> Iterable[Any]:
+    return ()
+
+
+def _of_function(function: FunctionType) -> Iterable[Any]:
+    return () if _in_library(function) else _reached_by(function)
+
+
+def _of_class(kind: type) -> Iterable[Any]:
+    if _in_library(kind):
+        return ()
+    return [member for each in kind.__mro__ if not _in_library(each) for member in vars(each).values()]
+
+
+def _of_module(module: nn.Module) -> Iterable[Any]:
+    return [type(module), *module.__dict__.values()]
+
+
+def _of_object(value: Any) -> Iterable[Any]:
+    return () if _in_library(value) else [type(value), *getattr(value, "__dict__", {}).values()]
+
+
+STEPS: Sequence[tuple[Any, Step]] = (  # the first that fits holds
+    (KINDS, _end),
+    (FunctionType, _of_function),
+    (MethodType, lambda method: (method.__func__, method.__self__)),
+    (partial, lambda made: (made.func, *made.args, *made.keywords.values())),
+    ((staticmethod, classmethod), lambda method: (method.__func__,)),
+    (property, lambda made: (made.fget, made.fset)),
+    (dict, lambda mapping: list(dict.values(mapping))),  # and not a method of its own, which may load things
+    ((list, tuple, set, frozenset), list),
+    (type, _of_class),
+    (nn.Module, _of_module),
+    (ModuleType, lambda module: ()),
+    (object, _of_object),
+)
+
+
+def _reached_by(function: FunctionType) -> Iterator[Any]:
     names, codes = set[str](), [function.__code__]
     while codes:
         code = codes.pop()
