@@ -39,7 +39,8 @@ class Alive(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         self._note(tree_leaves(result))
-        self.most = max(self.most, self.now())
+        if not getattr(func, "is_view", False):  # which takes no memory
+            self.most = max(self.most, self.now())
         return result
 
     def _note(self, results: Iterable[Any]) -> None:
@@ -51,17 +52,12 @@ class Alive(TorchDispatchMode):
             if key not in self._seen or self._seen[key]() is None:
                 self._seen[key] = weakref.ref(storage)
 
-    def storages(self) -> list[torch.UntypedStorage]:
-        """Those that are alive."""
-        pairs = [(key, ref()) for key, ref in self._seen.items()]
-        for key, storage in pairs:
-            if storage is None:
-                del self._seen[key]
-        return [storage for _, storage in pairs if storage is not None]
-
     def now(self) -> int:
         """Bytes that are alive."""
-        return sum(storage.nbytes() for storage in self.storages())
+        alive = [storage for ref in self._seen.values() if (storage := ref()) is not None]
+        if len(self._seen) > 2 * len(alive):
+            self._seen = {key: ref for key, ref in self._seen.items() if ref() is not None}
+        return sum(map(torch.UntypedStorage.nbytes, alive))
 
     def restart(self) -> int:
         """Let the peak start again from what is alive; returns that."""
