@@ -61,9 +61,10 @@ class Reductions:
     def begin(self, units: Sequence[int] | None = None) -> None:
         """Begin a backward that completes the gradients of these units, by default of all."""
         self._turns = self._in_turn(units)
-        for gradients in (g for unit in self._turns for g in self._gradients[unit]):
-            gradients.arrived = bytearray(len(gradients.arrived))
-            gradients.shown.begin()
+        for unit in self._turns:
+            for gradients in self._gradients[unit]:
+                gradients.arrived = bytearray(len(gradients.arrived))
+                gradients.shown.begin()
 
     def launch(self, complete: Callable[[int], bool], first: int = 0) -> None:
         """Start complete units, from number `first` on, in the fixed order."""
@@ -102,11 +103,13 @@ class Reductions:
 
     def unreduced(self) -> list[int]:
         """The units that hold gradients of this rank which were not reduced yet."""
-        for gradients in (g for of_unit in self._gradients for g in of_unit):
-            gradients.collect()
-        return [
-            unit for unit, of_unit in enumerate(self._gradients) if any(g.holds and g.reduction.needed for g in of_unit)
-        ]
+        units: list[int] = []
+        for unit, of_unit in enumerate(self._gradients):
+            for gradients in of_unit:
+                gradients.collect()
+                if gradients.reduction.needed and gradients.holds and unit not in units[-1:]:
+                    units.append(unit)
+        return units
 
     def learn(self) -> None:
         """End a step: expect in the next each parameter reached in any step so far, even without a gradient."""

@@ -12,6 +12,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ from zeroshard.precision.loss_scaling import LossScaler
 from zeroshard.step.losses import REPORT, LossReport
 
 HEAD = struct.Struct("<qId?")
+NUMEL = attrgetter("numel")
 SHOWN = 4  # differences of one rank in an error
 MOST = 3  # ranks in an error
 CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
@@ -225,8 +227,10 @@ class Answer(NamedTuple):
 
 def written_flags(gradients: Gradients) -> bytes:
     """Per parameter of a flat, 1 where it got a gradient; parameters without elements here are left to other ranks."""
-    entries = zip(gradients.flat.index.entries, gradients.written_in_step, strict=True)
-    return bytes(written and entry.numel > 0 for entry, written in entries)
+    entries, written = gradients.flat.index.entries, gradients.written_in_step
+    if all(map(NUMEL, entries)):
+        return written
+    return bytes(flag and entry.numel > 0 for entry, flag in zip(entries, written, strict=True))
 
 
 def check_same_step(answers: Sequence[Answer], groups: Sequence[Sequence[Sequence[int]]] = ()) -> None:

@@ -466,7 +466,7 @@ class StepSequence:
         """Mark a parameter with a gradient on any rank as written on this rank too: its own gradient may be zero."""
         place = 0
         for gradients in self.backward.gradients:
-            count = len(gradients.written_in_step)
+            count = len(gradients.flat.parameters)
             gradients.written_in_step = agreed.written[place : place + count]
             place += count
 

@@ -312,7 +312,7 @@ class BufferedGradients:
             raise PlanError(
                 f"The gradient of '{name}' is sparse; flat buffers are dense. Build its layer with sparse=False."
             )
-        adds = self._adds(number) or self.shown.opened
+        adds = self._states[number] == ARRIVED or self.shown.opened or self._holds_others
         self.buffer.store(self.flat.view(self._writable(), number), number, gradient, adds)
         self._states[number] = ARRIVED
 
