@@ -18,6 +18,7 @@ from zeroshard.checkpoint.boxes import Box, BoxValues
 from zeroshard.checkpoint.disk import CheckpointDisk
 from zeroshard.checkpoint.export import (
     CONFIG,
+    ExportPlan,
     converted,
     folder_of,
     narrowed,
@@ -73,6 +74,7 @@ class WholeWeights:
         steps: the number of steps taken.
 
     Attributes:
+        tied: as given.
         table: all tensors in the order of the model's state dict, the same on all ranks.
     """
 
@@ -85,7 +87,7 @@ class WholeWeights:
         world: Comm,
         steps: Callable[[], int],
     ) -> None:
-        self._model, self._tied, self._world = model, tied, world
+        self._model, self.tied, self._world = model, tied, world
         self._steps, self._first_step = steps, steps()
         self._entries = {
             entry.name: (part, number) for part in parts.all for number, entry in enumerate(part.flat.index.entries)
@@ -103,6 +105,7 @@ class WholeWeights:
         everyone = world.agree_on([order, mine], "the table of whole weights")
         self.table = [_held(name, [theirs.get(name) for _, theirs in everyone]) for name in everyone[0][0]]
         self.table = [held for held in self.table if held.boxes or not math.prod(held.shape)]
+        self._by_name = {held.name: held for held in self.table}
 
     def groups(self, dtype: torch.dtype | None, names: Names, masters: bool) -> list[FileGroup]:
         """All tensors under their names in files.
@@ -121,16 +124,24 @@ class WholeWeights:
             slots.append(Slot(held.name, dtype if dtype is not None and own.is_floating_point else own, held.shape))
         return grouped(slots, names, self._model)
 
-    def walk(self, groups: Sequence[FileGroup]) -> Iterator[tuple[Slot, Tensor]]:
+    def walk(
+        self, groups: Sequence[FileGroup], read: Callable[[Slot], Tensor] | None = None
+    ) -> Iterator[tuple[Slot, Tensor]]:
         """The tensors of each group in turn, on this rank's device; each step is a collective call ([Note: one walk]).
+
+        Args:
+            read: makes a source of a group; by default `read`.
 
         Raises:
             CheckpointError: another rank stopped with this error. CommError: another rank does something else.
             PlanError: a step was taken since the begin.
         """
-        held = {tensor.name: tensor for tensor in self.table}
-        yield from converted(groups, lambda slot: self._assembled(held[slot.key], slot.dtype), self._go_on)
+        yield from converted(groups, self.read if read is None else read, self._go_on)
         self._fetched = (None, torch.empty(0))
+
+    def read(self, slot: Slot) -> Tensor:
+        """A whole tensor of the table in the dtype of `slot`; a collective call."""
+        return self._assembled(self._by_name[slot.key], slot.dtype)
 
     def named(self, groups: Sequence[FileGroup]) -> Iterator[tuple[str, Tensor]]:
         """As `walk`, each tensor with its name alone."""
@@ -167,14 +178,24 @@ class WholeWeights:
             ConfigError: `shard_size` is no size.
         """
         most = shard_bytes(shard_size, "shard_size")
-        texts, tied = texts_of(self._model), self._tied
+        texts, tied = texts_of(self._model), self.tied
         groups = self.groups(dtype, None if texts[CONFIG] is None else FAMILY, masters=True)
         if texts[CONFIG] is None:  # all names of the state dict
             by_name = {group.sources[0].key: group.sources[0] for group in groups}
             groups += [renamed(by_name[first], name) for name, first in tied.items() if first in by_name]
         wide = {held.name for held in self.table if held.kept != torch.float16}
-        plan = plan_export(groups, most, texts, folder_of(self._model), narrowed(groups, wide))
-        problem, values = None, self.walk(plan.groups)
+        self.write(out, plan_export(groups, most, texts, folder_of(self._model), narrowed(groups, wide)))
+
+    def write(self, out: Path, plan: ExportPlan, read: Callable[[Slot], Tensor] | None = None) -> None:
+        """Write the files of a plan on rank 0, one tensor at a time; a collective call.
+
+        Args:
+            read: as of `walk`.
+
+        Raises:
+            CheckpointError: on all ranks, as `export`.
+        """
+        problem, values = None, self.walk(plan.groups, read)
         if self._world.mesh.rank == 0:
             try:
                 refuse_existing(out)

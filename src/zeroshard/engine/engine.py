@@ -15,6 +15,7 @@ from typing import Any, Self, overload
 import torch
 from torch import nn
 
+from zeroshard.access.adapter_export import ExportSizes, export_adapters
 from zeroshard.access.editing import Editing, set_magnitudes, state_dict_by_unit
 from zeroshard.access.given import LoadedKeys
 from zeroshard.access.whole_weights import Bucket, WholeWeights
@@ -403,7 +404,13 @@ class Engine:
 
     @raises_budget_exceeded
     def export(
-        self, folder: str | Path, *, dtype: torch.dtype | None = None, shard_size: str | int = SHARD_SIZE
+        self,
+        folder: str | Path,
+        *,
+        dtype: torch.dtype | None = None,
+        shard_size: str | int = SHARD_SIZE,
+        adapters: bool | str = False,
+        merge: bool = False,
     ) -> None:
         """Write the weights as `from_pretrained` of transformers reads them, while the run goes on; a collective call.
 
@@ -415,12 +422,20 @@ class Engine:
             folder: which must not exist yet.
             dtype: of floating-point tensors; by default as kept, which is fp32 where there are master weights.
             shard_size: most bytes of tensors in a file.
+            adapters: of a model of peft, write the active adapter alone, or the one of this name, as
+                `PeftModel.from_pretrained` reads it.
+            merge: of a model of peft, write the base with the active adapters added to it.
 
         Raises:
             CheckpointError: the folder exists or cannot be written, or a value does not fit the dtype.
-            PlanError: the call is inside of `gathered()`. ConfigError: `shard_size` is no size.
+            PlanError: the call is inside of `gathered()`, or the model has no such adapter. ConfigError: `shard_size`
+                is no size.
         """
-        self._whole_weights("export").export(Path(folder).absolute(), dtype, shard_size)
+        whole, out = self._whole_weights("export"), Path(folder).absolute()
+        if adapters or merge:
+            export_adapters(whole, self.model, out, adapters, merge, ExportSizes(dtype, shard_size))
+        else:
+            whole.export(out, dtype, shard_size)
 
     def _whole_weights(self, method: str) -> WholeWeights:
         if self._forward.writes.allowed:

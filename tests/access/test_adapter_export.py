@@ -1,0 +1,86 @@
+"""Adapters written by a running engine: peft reads them bit for bit, and merged weights are those of peft."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine.adapters import ADAPTERS, adapted, attach, base, batch, engine_of, rows_of
+from pool import Pool
+from torch import Tensor, nn
+
+import zeroshard as zs
+from zeroshard.errors import PlanError
+
+peft = pytest.importorskip("peft")
+PLANS: dict[str, dict[str, Any]] = {
+    "shared": {"zero": 3},
+    "network": {"zero": 3, "transport": "network"},
+    "stages": {"pipeline_parallel": 2, "microbatches": 2},
+    "experts": {"zero": 1, "expert_parallel": 2},
+}
+
+
+def export(mesh: zs.Mesh | None, name: str, plan: dict[str, Any], folder: Path) -> dict[str, Tensor]:
+    """Write adapter and merged weights after a step; returns all weights."""
+    engine = engine_of(mesh, adapted(name), **plan)
+    engine.train_step(rows_of(batch(0), engine.data_rank, engine.data_ranks))
+    engine.export(folder / "adapter", adapters=True)
+    engine.export(folder / "merged", merge=True)
+    return engine.state_dict()
+
+
+def check(name: str, weights: dict[str, Tensor], folder: Path) -> None:
+    """Compare the two folders with peft's own model of these weights."""
+    kind = ADAPTERS[name][0]
+    model: Any = adapted(name)
+    model.load_state_dict(weights)
+    plain = base(kind)
+    plain.load_state_dict(base_state(model, plain))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        again = peft.PeftModel.from_pretrained(plain, folder / "adapter")
+    found = again.state_dict()
+    assert found.keys() == weights.keys()
+    for key, value in weights.items():
+        assert torch.equal(found[key], value), key
+    merged = type(base(kind)).from_pretrained(folder / "merged", dtype=torch.float32).state_dict()
+    wanted = model.merge_and_unload().state_dict()
+    assert merged.keys() == wanted.keys()
+    for key, value in wanted.items():
+        assert torch.equal(merged[key], value), (key, (merged[key] - value).abs().max())
+
+
+def base_state(model: nn.Module, plain: nn.Module) -> dict[str, Tensor]:
+    """The frozen weights of a model under the names of its base."""
+    from zeroshard.units.adapters import base_names
+
+    named, held = base_names(model), model.state_dict()
+    assert named is not None
+    found = {named(key): value for key, value in held.items() if "modules_to_save" not in key}
+    return {key: found[f"base_model.model.{key}"] for key in plain.state_dict()}
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_adapters_and_merged_weights_are_those_of_peft(tmp_path: Path, name: str) -> None:
+    check(name, export(None, name, {}, tmp_path), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name, plan", [("lora", "network"), ("head", "shared"), ("lora", "stages"), ("experts", "experts")]
+)
+def test_they_are_the_same_under_any_plan(pool: Pool, tmp_path: Path, name: str, plan: str) -> None:
+    weights, _ = pool.run(export, 2, name, PLANS[plan], tmp_path)
+    check(name, weights, tmp_path)
+
+
+def test_adapters_that_are_not_there_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"for models of peft, and this one is a LlamaForCausalLM"):
+        engine_of(None, base("llama")).export(tmp_path / "out", adapters=True)
+    model: Any = attach(base("llama"), "lora")
+    engine = engine_of(None, model)
+    with pytest.raises(PlanError, match=r"no adapter 'other'; the model has 'default'"):
+        engine.export(tmp_path / "out", adapters="other")
+    with pytest.raises(PlanError, match="two folders; export twice"):
+        engine.export(tmp_path / "out", adapters=True, merge=True)
