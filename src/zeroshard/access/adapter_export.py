@@ -157,7 +157,8 @@ def _merged(layer: Any, adapter: str, values: Tensor, parameters: Mapping[str, A
     whole = copy.copy(layer)
     vars(whole)["_modules"] = {**layer._modules, **parameters}
     vars(whole)["get_param"] = lambda: values
-    if hasattr(layer, "num_experts") and values.dim() == 3:
+    count = getattr(layer, "num_experts", None)
+    if count is not None and values.dim() == 3:
         whole.num_experts = len(values)  # of all ranks
     change = whole.get_delta_weight(adapter)
     if "lora_magnitude_vector" not in parameters:
