@@ -49,7 +49,8 @@ def in_place_of(parameter: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
     The hooks are one collection, so a handle of the user removes a hook from both.
     """
     made: nn.Parameter = torch.Tensor._make_subclass(type(parameter), values, parameter.requires_grad)
-    vars(made).update(vars(parameter))
+    own = vars(made).keys()  # of a tensor without values its device
+    vars(made).update({name: value for name, value in vars(parameter).items() if name not in own})
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         hooks = getattr(parameter, name)
         if hooks is not None:
