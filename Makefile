@@ -69,7 +69,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.tested: $(VENV)/.installed
-	$(PIP) --editable '.[dev,hf,peft,tensorboard,lightning]'
+	$(PIP) --editable '.[dev,hf,peft,quantized,tensorboard,lightning]'
 	touch $@
 
 $(GPU_VENV)/.installed: pyproject.toml
