@@ -9,8 +9,10 @@ their first dimension as before.
 Shapes: E experts, O and I features, c bytes of codes, b blocks of a matrix, s of its scales.
 """
 
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -41,8 +43,7 @@ class MatrixFormat:
 
     def quantised(self, matrix: Tensor) -> dict[str, Tensor]:
         """Codes and statistics of a matrix [O, I], by the ends of their names."""
-        from bitsandbytes import functional
-
+        functional = _bitsandbytes().functional
         if self.quant_type == "int8":
             codes, scales, _ = functional.int8_vectorwise_quant(matrix.to(torch.float16))
             return {CODES: codes, "SCB": scales}
@@ -56,28 +57,26 @@ class MatrixFormat:
 
     def product(self, rows: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None) -> Tensor:
         """Rows [R, I] times the transposed matrix: [R, O], by the kernel of the package."""
-        import bitsandbytes
-
+        bitsandbytes = _bitsandbytes()
         if self.quant_type == "int8":
             state = bitsandbytes.MatmulLtState(CB=tensors[CODES], SCB=tensors["SCB"])
             state.has_fp16_weights = False
-            return bitsandbytes.matmul(rows, tensors[CODES], state=state, bias=bias)  # type: ignore[no-any-return]
-        return bitsandbytes.matmul_4bit(  # type: ignore[no-any-return]
-            rows, tensors[CODES].view(-1, 1), quant_state=self.state(tensors), bias=bias
-        )
+            product: Tensor = bitsandbytes.matmul(rows, tensors[CODES], state=state, bias=bias)
+            return product
+        product = bitsandbytes.matmul_4bit(rows, tensors[CODES].view(-1, 1), quant_state=self.state(tensors), bias=bias)
+        return product
 
     def state(self, tensors: Mapping[str, Tensor]) -> Any:
         """The package's object of the statistics of one matrix with 4-bit codes."""
-        from bitsandbytes import functional
-
+        functional = _bitsandbytes().functional
         device, nested = tensors["absmax"].device, None
         if self.double:
-            code = table(functional.create_dynamic_map(), device)
+            code = _values_of_codes("dynamic", device)
             nested = functional.QuantState(tensors["nested_absmax"], code=code, blocksize=256, dtype=torch.float32)
         return functional.QuantState(
             tensors["absmax"],
             shape=self.shape,
-            code=table(functional.get_4bit_type(self.quant_type, device="cpu"), device),
+            code=_values_of_codes(self.quant_type, device),
             blocksize=self.blocksize,
             quant_type=self.quant_type,
             dtype=self.dtype,
@@ -87,13 +86,24 @@ class MatrixFormat:
 
     def whole(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """The matrix [O, I] that codes and statistics stand for."""
-        from bitsandbytes import functional
-
+        functional = _bitsandbytes().functional
         if self.quant_type == "int8":
             values: Tensor = functional.int8_vectorwise_dequant(tensors[CODES], tensors["SCB"])
             return values.to(self.dtype)
         values = functional.dequantize_4bit(tensors[CODES].view(-1, 1), self.state(tensors))
         return values
+
+
+@cache
+def _values_of_codes(kind: str, device: torch.device) -> Tensor:
+    """The values that codes stand for: of "nf4" and "fp4" [16], of scales that are quantised, too, "dynamic" [256]."""
+    functional = _bitsandbytes().functional
+    values = functional.create_dynamic_map() if kind == "dynamic" else functional.get_4bit_type(kind, device="cpu")
+    return table(values, device)
+
+
+def _bitsandbytes() -> Any:
+    return importlib.import_module("bitsandbytes")
 
 
 class QuantizedMatrix:
@@ -172,6 +182,16 @@ class Stacked:
         """Put the parameters into the stack."""
         stack: QuantizedStack = vars(module)[name]
         stack.parameters = tensors
+
+
+def stacks_of(model: nn.Module) -> dict[str, QuantizedStack]:
+    """The quantised stacks of a model, by the names of the weights whose place they take."""
+    return {
+        f"{path}.{name}".lstrip("."): stack
+        for path, module in model.named_modules()
+        for name, stack in vars(module).items()
+        if isinstance(stack, QuantizedStack)
+    }
 
 
 def stack_on_meta(module: nn.Module, name: str, kind: MatrixFormat) -> None:

@@ -158,8 +158,9 @@ class EightBits:
         if state is None:
             weight.SCB = tensors["SCB"]
             return
-        if not isinstance(vars(type(state)).get("CB"), property):
-            state.__class__ = _with_codes_of_weight(type(state))
+        kind: Any = type(state)
+        if not isinstance(vars(kind).get("CB"), property):
+            state.__class__ = _with_codes_of_weight(kind)
         state.weight, state.SCB = weight, tensors["SCB"]
         weight.CB = weight.SCB = None
 

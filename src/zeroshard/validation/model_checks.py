@@ -83,7 +83,7 @@ def check_computing(found: Sequence[QuantizedWeight], model: nn.Module, compute:
     trained = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
     around = {compute} if compute is not None else trained
     for weight in found:
-        own = getattr(weight.module, "compute_dtype", None)
+        own: Any = getattr(weight.module, "compute_dtype", None)
         if own not in DTYPES.values() or own in around or not around:
             continue
         name, rest = _short(own), _short(next(iter(around)))

@@ -25,6 +25,7 @@ from zeroshard.interop.huggingface.lazy import (
     Results,
     WholeConversion,
 )
+from zeroshard.quantized.stacks import stacks_of
 from zeroshard.text import format_names
 from zeroshard.units.adapters import base_names
 
@@ -66,7 +67,7 @@ def own_names(model: nn.Module) -> dict[str, list[str]]:
     path, part = pretrained_part(model)
     prefix, named = f"{path}." if path else "", base_names(model)
     found: dict[str, list[str]] = {}
-    for name in (model if part is None else part).state_dict(keep_vars=True):
+    for name in _state(model if part is None else part):
         base = prefix + name if named is None else named(prefix + name)
         if base is not None:
             found.setdefault(base.removeprefix(prefix), []).append(prefix + name)
@@ -99,7 +100,7 @@ def model_tensors(model: nn.Module, stored: Mapping[str, LazyTensor]) -> ModelTe
         else:
             one = collected.setdefault(renamed, Collected(converter))
             one.sources.append((pattern, name, stored[name]))
-    state = model.state_dict(keep_vars=True)
+    state = _state(model)
     for renamed, one in collected.items():
         results = _converted(one, renamed, part, found.latest)
         for target, tensor in results.items():
@@ -108,6 +109,11 @@ def model_tensors(model: nn.Module, stored: Mapping[str, LazyTensor]) -> ModelTe
         if renamed in results and results[renamed].shape != needed:
             _refuse_gaps(one, needed)
     return found
+
+
+def _state(model: nn.Module) -> dict[str, Any]:
+    """The tensors of a state dict, and the quantised stacks that take the place of some."""
+    return {**model.state_dict(keep_vars=True), **stacks_of(model)}
 
 
 def _renamed(

@@ -1,6 +1,5 @@
 """Engines of pretrained models of transformers, in one call."""
 
-import importlib
 from collections.abc import Callable
 from os import PathLike
 from pathlib import Path
@@ -16,7 +15,9 @@ from zeroshard.engine.build import OptimizerLike
 from zeroshard.engine.engine import LossFunction
 from zeroshard.errors import CheckpointError, ModelError, ZeroshardError
 from zeroshard.interop.huggingface.pretrained import PretrainedValues
+from zeroshard.interop.huggingface.quantized import package, quantise
 from zeroshard.plan import Plan
+from zeroshard.precision.cast import Precision
 from zeroshard.validation.arguments import check_arguments, check_options
 
 CONFIG = "config.json"
@@ -32,11 +33,16 @@ class LoadOptions(TypedDict, total=False):
         missing: "refuse" a parameter without a value, or "initialise" it: a new head, rows of new tokens.
         dtype: of the model's parameters; fp32 by default, "auto" for that of the configuration. The dtype in which
             they are computed with is the plan's.
+        quantized: "nf4", "fp4" or "int8" for linear layers of bitsandbytes in place of the model's, which are quantised
+            while they are read; or a `BitsAndBytesConfig` of transformers. They are frozen.
+        adapters: a configuration of peft, such as a `LoraConfig`, for adapters that are put into the model.
     """
 
     strict: bool
     missing: Literal["refuse", "initialise"]
     dtype: torch.dtype | str | None
+    quantized: Any
+    adapters: Any
 
 
 def from_pretrained(
@@ -73,14 +79,16 @@ def from_pretrained(
     plan = plan or Plan()
     if mesh is None:
         mesh = shared_mesh(plan.timeout)
-    built, values = _on_all_ranks(mesh, lambda: _opened(Path(path), model, options))
+    built, values = _on_all_ranks(mesh, lambda: _opened(Path(path), model, plan, options))
     engine = Engine(built, optimizer, plan, mesh=mesh, loss=loss, initialise=values, example=example)
     engine.load_weights(values)
     engine.loaded = values.report
     return engine
 
 
-def _opened(path: Path, model: type | nn.Module | None, options: LoadOptions) -> tuple[nn.Module, PretrainedValues]:
+def _opened(
+    path: Path, model: type | nn.Module | None, plan: Plan, options: LoadOptions
+) -> tuple[nn.Module, PretrainedValues]:
     """The model on the meta device, and its values.
 
     Raises:
@@ -95,6 +103,9 @@ def _opened(path: Path, model: type | nn.Module | None, options: LoadOptions) ->
             f"looked up: download the folder first."
         )
     built = model if isinstance(model, nn.Module) else build(path, model, options.get("dtype"))
+    quantise(built, path, options.get("quantized"), Precision.named(plan.precision).compute)
+    if options.get("adapters") is not None:
+        built = package("peft", "adapters=", "peft").get_peft_model(built, options["adapters"])
     return built, PretrainedValues(path, built, options.get("strict", True), missing)
 
 
@@ -151,12 +162,7 @@ def _class_of(config: Any, folder: Path, transformers: Any) -> type:
 
 def _transformers(folder: Path) -> Any:
     """The optional package transformers."""
-    try:
-        return importlib.import_module("transformers")
-    except ImportError as error:
-        raise ModelError(
-            f'building the model of {folder} needs the package transformers; run pip install "zeroshard[hf]"'
-        ) from error
+    return package("transformers", f"building the model of {folder}", "hf")
 
 
 def _on_all_ranks(mesh: Mesh, make: Callable[[], Result]) -> Result:

@@ -21,6 +21,7 @@ from zeroshard.checkpoint.weights import LoadReport, Shards, files_of
 from zeroshard.errors import CheckpointError, ModelError
 from zeroshard.interop.huggingface.conversion import model_tensors, pretrained_part
 from zeroshard.interop.huggingface.lazy import LazyTensor, StoredTensor, whole_of
+from zeroshard.interop.huggingface.quantized import METHOD, by_own_names, quantised_tensors
 from zeroshard.interop.huggingface.scaled import ScaledShards
 from zeroshard.text import format_names
 from zeroshard.units.adapters import base_names
@@ -119,7 +120,8 @@ class PretrainedValues:
         scaled = ScaledShards(self._shards, _quantisation(self._config))
         stored = {name: StoredTensor(scaled, name, scaled.dtype(name)) for name in scaled.shapes}
         self._wanted = Wanted.of(model)
-        self._tensors = model_tensors(model, stored)
+        self._tensors = model_tensors(model, by_own_names(stored))
+        self._tensors.tensors = quantised_tensors(model, self._tensors.tensors)
         self._match = self._matched(initialises=missing == "initialise")
         self._refuse(strict, missing == "initialise")
         self._drawn: dict[str, torch.Tensor] = {}
@@ -282,7 +284,7 @@ def _quantisation(config: Any) -> Mapping[str, Any]:
     found = getattr(config, "quantization_config", None)
     table: Mapping[str, Any] = found if isinstance(found, Mapping) else found.to_dict() if found is not None else {}
     method = str(getattr(table.get("quant_method", "fp8"), "value", table.get("quant_method", "fp8")))
-    if method not in ("fp8", "fbgemm_fp8"):
+    if method not in ("fp8", "fbgemm_fp8", METHOD):
         raise ModelError(
             f"The weights are quantised by {method}, which is not read. Give the weights that were quantised, or write "
             f"them with transformers: AutoModel.from_pretrained(..., dtype=...).dequantize().save_pretrained(...)."
