@@ -158,7 +158,7 @@ class QuantizedStack:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the matrices before they were quantised."""
+        """The dtype of the matrices before they were quantised."""
         return self.kind.dtype
 
 

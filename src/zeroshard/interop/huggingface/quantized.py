@@ -226,7 +226,7 @@ def by_own_names(stored: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
         if STATE in name:
             table, weight = _table_of(name, tensor), name.partition(STATE)[0]
             if "nested_offset" in table:
-                found[end_of(weight, "offset")] = Number(name, float(table["nested_offset"]))
+                found[end_of(weight, "offset")] = StoredNumber(name, float(table["nested_offset"]))
         elif name.endswith(TABLES):
             continue
         elif name.endswith(SCB):
@@ -344,7 +344,7 @@ class QuantisedTensor(LazyTensor):
         return self._quantising.source.stored()
 
 
-class Number(LazyTensor):
+class StoredNumber(LazyTensor):
     """One number, which files hold inside of another tensor."""
 
     def __init__(self, name: str, value: float) -> None:
