@@ -46,6 +46,7 @@ TOY = {  # words behind the name of each script; KEPT is a file for its figures
     "gpu/several.py": "--cpu --out . --json KEPT",
     "host_adam.py": "--elements 4096 --rounds 2 --threads 1 --no-compile --json KEPT",
     "linear_cross_entropy.py": "--toy --rounds 2 --json KEPT",
+    "loading.py": "--shape toy --ranks 1 --ways ours --rounds 1 --json KEPT",
     "moe.py": "--toy --rounds 2 --json KEPT",
     "moe_quality.py": "--seeds 1 --steps 4",
     "offload.py": "--sizes 1M --tokens 1 --rounds 1 --steps 1 --engines compute,memory-1,offload-1 --json KEPT",

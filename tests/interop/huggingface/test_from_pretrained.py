@@ -12,6 +12,7 @@ from pool import Pool
 from selection import by_default
 
 import zeroshard as zs
+from zeroshard.checkpoint import WeightFiles
 
 transformers = pytest.importorskip("transformers")
 from interop.huggingface.families import FAMILIES, batch, folder, kind_of  # noqa: E402
@@ -33,6 +34,19 @@ def _quiet() -> Iterator[None]:
         yield
 
 
+def _imported(mesh: zs.Mesh) -> None:
+    """Import the code of the families before ranks wait for each other."""
+    for family in FAMILIES:
+        kind_of(family)
+
+
+@pytest.fixture(scope="module")
+def pool(pool: Pool) -> Pool:
+    """Workers that have imported the families."""
+    pool.run(_imported, 2)
+    return pool
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_values_are_those_of_transformers(family: str) -> None:
     """Parameters and all buffers, those that no file holds included, bit for bit."""
@@ -45,6 +59,58 @@ def test_values_are_those_of_transformers(family: str) -> None:
     buffers = dict(engine.model.named_buffers())
     assert [name for name, value in theirs.named_buffers() if not torch.equal(buffers[name], value)] == []
     assert engine.loaded is not None and not (engine.loaded.initialised or engine.loaded.unused)
+
+
+LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "two stages": ("gpt2", {"pipeline_parallel": 2, "zero": 0, "microbatches": 2}),
+    "two stages, bf16": ("qwen2", {"pipeline_parallel": 2, "zero": 1, "microbatches": 2, "precision": "bf16"}),
+    "two tensor ranks": ("llama", {"tensor_parallel": 2, "zero": 1}),
+    "two expert ranks": ("qwen3-moe", {"expert_parallel": 2, "zero": 2}),
+    "a disk": ("t5", {"zero": 3, "offload.parts": "optimizer,parameters", "offload.disk": "DISK"}),
+    "whole on each rank, bf16": ("mixtral", {"zero": 0, "precision": "bf16"}),
+}
+
+
+def loaded(mesh: zs.Mesh, family: str, path: str, plan: dict[str, Any], disk: str) -> Any:
+    """The weights after loading, the values that this rank updates, and the bytes that it read."""
+    settings = {key: disk if value == "DISK" else value for key, value in plan.items()}
+    example = batch(family, 0, 2) if "pipeline_parallel" in plan else None
+    engine = zs.from_pretrained(
+        path, partial(torch.optim.AdamW, lr=RATE), zs.Plan.from_dict(settings), mesh=mesh, example=example
+    )
+    assert engine.loaded is not None and not engine.loaded.initialised
+    engine.save(Path(disk) / "step-00000001", wait=True)
+    return engine.state_dict(), engine.loaded.bytes_read
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_values_under_every_layout(pool: Pool, layout: str, tmp_path: Path) -> None:
+    """Masters have the files' values as they are; the model has them in its dtype."""
+    family, plan = LAYOUTS[layout]
+    wanted = kind_of(family).from_pretrained(folder(family), dtype=torch.float32).state_dict()
+    runs = pool.run(loaded, 2, family, str(folder(family)), plan, str(tmp_path))
+    kept = WeightFiles(tmp_path / "step-00000001", {})
+    for state, _ in runs:
+        assert state.keys() == wanted.keys()
+        assert [
+            name for name, value in wanted.items() if not torch.equal(state[name], value.to(state[name].dtype))
+        ] == []
+    saved = {name: kept.whole(f"weight:{name}") for name in wanted if kept.shape(f"weight:{name}") is not None}
+    assert saved.keys() <= wanted.keys() and len(saved) >= len(wanted) - 3  # a tied weight is saved once
+    assert all(torch.equal(values.view(wanted[name].shape), wanted[name]) for name, values in saved.items())
+
+
+@pytest.mark.parametrize("plan", ["stage 1", "stage 3 over the network"])
+def test_each_byte_is_read_once(pool: Pool, plan: str, tmp_path: Path) -> None:
+    """By one of the ranks, but for rows in which a slice begins or ends."""
+    size = (folder("llama") / "model.safetensors").stat().st_size
+    header = 8 + int.from_bytes((folder("llama") / "model.safetensors").read_bytes()[:8], "little")
+    read = sum(nbytes for _, nbytes in pool.run(loaded, 2, "llama", str(folder("llama")), PLANS[plan], str(tmp_path)))
+    rows = 2 * 4 * 20 * len(ROWS)
+    assert size + header <= read <= size + header + rows
+
+
+ROWS = range(3)  # slices of units: of two blocks and the root
 
 
 def trained(mesh: zs.Mesh, family: str, path: str, plan: dict[str, Any], steps: int) -> Any:

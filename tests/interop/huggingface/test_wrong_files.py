@@ -1,0 +1,296 @@
+"""Files that do not fit a model: one sentence for each, with the file, the tensor and the way out; and new parts."""
+
+import json
+import re
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pool import Pool
+from safetensors.torch import load_file, save_file
+
+import zeroshard as zs
+from zeroshard.errors import CheckpointError, ModelError
+
+transformers = pytest.importorskip("transformers")
+from interop.huggingface.families import folder, made  # noqa: E402
+
+FILE = "model.safetensors"
+NORM, HEAD, EMBED = "model.norm.weight", "lm_head.weight", "model.embed_tokens.weight"
+EXPERT = "model.layers.0.mlp.experts.2.down_proj.weight"
+Change = Callable[[Path], object]
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    """transformers warns about its own deprecations and settings of small models."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def changed(change: Callable[[dict[str, Any]], object]) -> Change:
+    """Change the tensors of the one file."""
+
+    def apply(path: Path) -> None:
+        tensors = load_file(path / FILE)
+        change(tensors)
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / FILE)
+
+    return apply
+
+
+def header(change: Callable[[str], str]) -> Change:
+    """Change the text of the file's header, whose length stays."""
+
+    def apply(path: Path) -> None:
+        content = (path / FILE).read_bytes()
+        length = int.from_bytes(content[:8], "little")
+        text = change(content[8 : 8 + length].decode()).encode()
+        (path / FILE).write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+
+    return apply
+
+
+def configured(**settings: Any) -> Change:
+    """Change the configuration."""
+
+    def apply(path: Path) -> None:
+        table = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(table | settings))
+
+    return apply
+
+
+def sharded(change: Callable[[dict[str, str], Path], object]) -> Change:
+    """Write one file per few tensors with an index, and change the index or the files."""
+
+    def apply(path: Path) -> None:
+        tensors = load_file(path / FILE)
+        (path / FILE).unlink()
+        names = sorted(tensors)
+        where = {name: f"model-0000{1 + number % 2}-of-00002.safetensors" for number, name in enumerate(names)}
+        for file in set(where.values()):
+            save_file({name: tensors[name] for name in names if where[name] == file}, path / file)
+        change(where, path)
+        (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+
+    return apply
+
+
+def swapped(tensors: dict[str, Any], name: str, value: Any) -> None:
+    tensors[name] = value(tensors[name]) if name in tensors else value(None)
+
+
+def cut_short(path: Path) -> None:
+    content = (path / FILE).read_bytes()
+    (path / FILE).write_bytes(content[:-100])
+
+
+def pickled(path: Path) -> None:
+    torch.save(load_file(path / FILE), path / "pytorch_model.bin")
+    (path / FILE).unlink()
+
+
+SHARD = "model-00002-of-00002.safetensors"
+WRONG: dict[str, tuple[str, Change, str]] = {  # family, change of its folder, the error
+    "a parameter without a value": (
+        "llama", changed(lambda t: t.pop(NORM)),
+        rf"of another model than LlamaForCausalLM \(llama\): it lacks '{NORM}'.* missing=\"initialise\"",
+    ),
+    "a value without a parameter": (
+        "llama", changed(lambda t: swapped(t, "model.extra.weight", lambda _: torch.ones(2))),
+        r"holds 'model.extra.weight', which the model does not have.* strict=False",
+    ),
+    "a wrong shape": (
+        "llama", changed(lambda t: swapped(t, NORM, lambda v: v[:8])),
+        rf"{FILE} is of another model .*'{NORM}' is \(8,\) there and \(16,\) here.* strict=False and missing",
+    ),
+    "too few rows of the vocabulary": (
+        "llama", changed(lambda t: swapped(t, EMBED, lambda v: v[:20])),
+        rf"'{EMBED}' is \(20, 16\) there and \(29, 16\) here.* missing=\"initialise\" to draw the further rows",
+    ),
+    "a tied weight that differs": (
+        "qwen2", changed(lambda t: swapped(t, HEAD, lambda _: t[EMBED] + 1)),
+        rf"{FILE} holds other values under '({HEAD}|{EMBED})' than under '({EMBED}|{HEAD})'.*tie_word_embeddings",
+    ),
+    "a file that is cut short": ("llama", cut_short, rf"{FILE} is cut short: it has [\d,]+ bytes, and '.*' ends at"),
+    "an empty file": (
+        "llama", lambda path: (path / FILE).write_bytes(b""), rf"{FILE} cannot be read: it has 0 bytes and no header",
+    ),
+    "a pointer of Git LFS": (
+        "llama", lambda path: (path / FILE).write_text("version https://git-lfs.github.com/spec/v1\noid 1\n"),
+        rf"{FILE} is a pointer of Git LFS.* git lfs pull",
+    ),
+    "a damaged header": ("llama", header(lambda text: "{" + text[2:]), rf"{FILE} cannot be read: its header is dam"),
+    "a shape that is not that of the bytes": (
+        "llama", header(lambda text: text.replace('"shape":[16]', '"shape":[15]', 1)),
+        rf"{FILE} is damaged: '.*' has 64 bytes there, and \[15\] of F32 has 60",
+    ),
+    "a name twice in a file": (
+        "llama", header(lambda text: text.replace("layers.1.input_layernorm", "layers.0.input_layernorm")),
+        r"header is damaged .*'model.layers.0.input_layernorm.weight' stands twice in it",
+    ),
+    "a missing shard": (
+        "llama", sharded(lambda where, path: (path / SHARD).unlink()), rf"{SHARD} cannot be read .*Copy it again",
+    ),
+    "an index that names an absent tensor": (
+        "llama", sharded(lambda where, path: where.update({"model.more": SHARD})),
+        rf"{SHARD} lacks 'model.more', which .* says it holds",
+    ),
+    "an index that leaves its folder": (
+        "llama", sharded(lambda where, path: where.update({NORM: "../x.safetensors"})),
+        rf"index.json says that '{NORM}' is in '\.\./x.safetensors', which is no name of a safetensors file",
+    ),
+    "no files": ("llama", lambda path: (path / FILE).unlink(), r"has no safetensors file"),
+    "pickles": (
+        "llama", pickled, r"pytorch_model.bin may be a pickle.* safetensors.torch.save_file or save_pretrained",
+    ),
+    "integers": (
+        "llama", changed(lambda t: swapped(t, NORM, lambda v: v.to(torch.int8))),
+        rf"{FILE} holds '{NORM}' as torch.int8 and the model has torch.float32.* not quantized",
+    ),
+    "an expert that is missing": (
+        "mixtral", changed(lambda t: t.pop("model.layers.0.block_sparse_moe.experts.2.w2.weight")),
+        r"lack 'model.layers.0.block_sparse_moe.experts.2.w2.weight', and hold other weights of these 4 experts",
+    ),
+    "an expert of another shape": (
+        "qwen3-moe", changed(lambda t: swapped(t, EXPERT, lambda v: v[:8])),
+        rf"'{EXPERT}'.* do not make up 'model.layers.0.mlp.experts.down_proj'",
+    ),
+    "scales of another shape": (
+        "llama", changed(lambda t: t.update({
+            "model.layers.0.mlp.up_proj.weight": t["model.layers.0.mlp.up_proj.weight"].to(torch.float8_e4m3fn),
+            "model.layers.0.mlp.up_proj.weight_scale_inv": torch.ones(3, 3)})),
+        r"'model.layers.0.mlp.up_proj.weight' as \[20, 16\] and '.*_scale_inv' as \[3, 3\], which is neither",
+    ),
+}  # fmt: skip
+WRONG_MODELS: dict[str, tuple[Change, str]] = {
+    "no configuration": (lambda path: (path / "config.json").unlink(), "reads no configuration from"),
+    "an unknown class": (configured(architectures=["Unheard"]), "names Unheard, which transformers does not have"),
+    "weights of another method": (
+        configured(quantization_config={"quant_method": "mxfp4"}), "quantised by mxfp4, which is not read"
+    ),
+}  # fmt: skip
+
+
+def copied(family: str, path: Path, change: Change) -> Path:
+    target = path / "changed"
+    shutil.copytree(folder(family), target)
+    change(target)
+    return target
+
+
+def load(path: Path, **options: Any) -> zs.Engine:
+    return zs.from_pretrained(path, partial(torch.optim.SGD, lr=0.1), **options)
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_files_of_another_model_are_refused(tmp_path: Path, case: str) -> None:
+    family, change, message = WRONG[case]
+    with pytest.raises(CheckpointError) as found:
+        load(copied(family, tmp_path, change))
+    assert re.search(message, str(found.value)), str(found.value)
+
+
+@pytest.mark.parametrize("case", WRONG_MODELS)
+def test_configurations_that_name_no_model_are_refused(tmp_path: Path, case: str) -> None:
+    change, message = WRONG_MODELS[case]
+    with pytest.raises(ModelError, match=message):
+        load(copied("llama", tmp_path, change))
+
+
+def test_a_class_of_another_family_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"family 'llama', and GPT2LMHeadModel needs .* 'gpt2'"):
+        load(folder("llama"), model=transformers.GPT2LMHeadModel)
+    with torch.device("meta"):
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=29))
+    with pytest.raises(CheckpointError, match=r"another model than GPT2LMHeadModel \(gpt2\): it lacks .* and holds"):
+        load(folder("llama"), model=model)
+
+
+def refused_on(mesh: zs.Mesh, path: str) -> str:
+    """The error of a rank, where rank 1 finds no files."""
+    with pytest.raises(CheckpointError) as found:
+        load(Path(path) if mesh.rank == 0 else Path("absent"), mesh=mesh)
+    return str(found.value)
+
+
+def test_an_error_of_one_rank_is_raised_on_all(pool: Pool) -> None:
+    messages = pool.run(refused_on, 2, str(folder("llama")))
+    assert messages[0] == messages[1] and messages[0].startswith("absent does not exist")
+
+
+def test_options_and_paths_are_checked() -> None:
+    with pytest.raises(ModelError, match="missing is 'draw'; it is one of 'refuse', 'initialise'"):
+        load(folder("llama"), missing="draw")
+    with pytest.raises(CheckpointError, match="not looked up: download the folder first"):
+        load(Path("meta-llama/Llama-3.2-1B"))
+
+
+def model_of(kind: str, family: str, **settings: Any) -> Any:
+    config = transformers.AutoConfig.from_pretrained(folder(family))
+    for name, value in settings.items():
+        setattr(config, name, value)
+    with torch.device("meta"):
+        return getattr(transformers, kind).from_config(config, dtype=torch.float32)
+
+
+def test_a_new_head_is_drawn_and_listed() -> None:
+    model = model_of("AutoModelForSequenceClassification", "llama", num_labels=3)
+    with pytest.raises(CheckpointError, match=r"lacks 'score.weight' and holds 'lm_head.weight'"):
+        load(folder("llama"), model=model_of("AutoModelForSequenceClassification", "llama", num_labels=3))
+    engine = load(folder("llama"), model=model, missing="initialise", strict=False)
+    assert engine.loaded is not None
+    assert engine.loaded.initialised == ("score.weight",) and engine.loaded.unused == (HEAD,)
+    state, given = engine.state_dict(), made("llama").state_dict()
+    assert 0.01 < state["score.weight"].std() < 0.04  # initializer_range is 0.02
+    assert all(torch.equal(value, given[name]) for name, value in state.items() if name != "score.weight")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])  # qwen2's output layer is its embedding
+def test_rows_of_new_tokens_are_drawn(family: str) -> None:
+    engine = load(folder(family), model=model_of("AutoModelForCausalLM", family, vocab_size=40), missing="initialise")
+    assert engine.loaded is not None and engine.loaded.initialised == ()
+    assert set(engine.loaded.partly) == ({EMBED, HEAD} if family == "llama" else {EMBED})
+    given = made(family).state_dict()
+    for name in (EMBED, HEAD):
+        rows = engine.state_dict()[name]
+        assert torch.equal(rows[:29], given[name]) and 0.01 < rows[29:].std() < 0.04
+
+
+def test_weights_that_are_left_out_do_not_change_the_others(tmp_path: Path) -> None:
+    path = copied("llama", tmp_path, changed(lambda t: swapped(t, NORM, lambda v: v[:8])))
+    engine = load(path, strict=False, missing="initialise")
+    assert engine.loaded is not None and engine.loaded.unused == (NORM,) and engine.loaded.initialised == (NORM,)
+    assert torch.equal(engine.state_dict()[NORM], torch.ones(16))
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (20, 1), (2, 1), (20,)])
+def test_scaled_8_bit_weights_are_multiplied_out(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    """Factors of the tensor, of rows, and of blocks, here of 10 x 16."""
+    name = "model.layers.0.mlp.up_proj.weight"
+    stored = made("llama").state_dict()[name].to(torch.float8_e4m3fn)
+    scale = torch.rand(shape, generator=torch.Generator().manual_seed(0)) + 0.5
+    key = f"{name}_scale_inv" if shape == (2, 1) else f"{name}_scale"
+    path = copied("llama", tmp_path, changed(lambda t: t.update({name: stored, key: scale})))
+    configured(quantization_config={"quant_method": "fp8", "weight_block_size": [10, 16]})(path)
+    factors = scale.reshape(-1, 1).repeat_interleave(20 // max(1, scale.numel()), 0) if scale.numel() > 1 else scale
+    assert torch.equal(load(path).state_dict()[name], stored.float() * factors)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_files_become_masters_as_they_are(tmp_path: Path, dtype: torch.dtype) -> None:
+    path = tmp_path / "half"
+    model = made("llama").to(dtype)
+    model.save_pretrained(path)
+    engine = load(path, plan=zs.Plan(precision="bf16"))
+    engine.save(tmp_path / "step-00000001", wait=True)
+    kept = zs.checkpoint.WeightFiles(tmp_path / "step-00000001", {})
+    for name, value in model.state_dict().items():
+        assert torch.equal(kept.whole(f"weight:{name}").view(value.shape), value.float()), name
