@@ -219,6 +219,7 @@ class Plan:
         ranks: int | None = None,
         base: "Plan | None" = None,
         say: Callable[[str], None] = lambda line: None,
+        fresh: bool = False,
     ) -> "Plan":
         """The fastest plan that fits; found by rehearsing the engine on tensors without values, which takes no memory.
 
@@ -240,6 +241,8 @@ class Plan:
                 experts, and kept where it is set. Where nothing else fits, offload.disk is a folder "zeroshard-offload"
                 and offload.speculate is False.
             say: called on rank 0 with lines about the progress, and in the end with the chosen plan and the reason.
+            fresh: search in any case; by default an earlier answer is taken from the user's cache folder if it is of
+                the same model, code, batch, optimizer, machines, settings and versions.
 
         Raises:
             PlanError: no plan fits, with the way out; or arguments that contradict each other.
@@ -249,7 +252,7 @@ class Plan:
             raise PlanError(
                 "Plan.auto needs the planner, which this Plan lacks: take it by `from zeroshard import Plan`."
             )
-        return cls.search(model, batch, optimizer, machines, ranks, base, say)
+        return cls.search(model, batch, optimizer, machines, ranks, base, say, fresh)
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any]) -> "Plan":

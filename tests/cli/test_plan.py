@@ -97,7 +97,7 @@ def read(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
     """What the command prints when the search finds what was made by hand."""
 
     def run(*words: str, found: Found = FOUND) -> str:
-        monkeypatch.setattr(plan_command, "search", lambda *_, **__: found)
+        monkeypatch.setattr(plan_command, "search_once", lambda *_, **__: found)
         run_plan(*read_question([*ON_A100, *words], {}))
         return capsys.readouterr().out
 
@@ -403,7 +403,7 @@ def test_first_estimates_are_shown_apart_from_the_result(
         lines.extend(read.err.splitlines())
         return Found(BEST, REFUSED, 42, 3.2)
 
-    monkeypatch.setattr(plan_command, "search", searched)
+    monkeypatch.setattr(plan_command, "search_once", searched)
     run_plan(*read_question([*ON_A100, "--json"], {}))
     assert "First estimates, best first; every plan is rehearsed now" in map(str.strip, lines)
     assert any(line.startswith("1  zero 3") and line.rstrip().endswith("estimate") for line in lines)
@@ -429,7 +429,7 @@ def test_explain_beyond_what_fits(read: Callable[..., str]) -> None:
 
 def test_ranks_in_a_layer_are_those_of_all_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Plan] = []
-    monkeypatch.setattr(plan_command, "search", lambda task, machines, base, *_, **__: asked.append(base) or FOUND)
+    monkeypatch.setattr(plan_command, "search_once", lambda task, machines, base, *_, **__: asked.append(base) or FOUND)
     run_plan(*read_question([*ON_A100, "--tensor-parallel", "4"], {}))
     assert asked[0].tensor.ranks == 4
 

@@ -25,7 +25,7 @@ from zeroshard.planner.predict.rehearse import TrainingTask, quiet
 from zeroshard.planner.predict.result import Found, Prediction
 from zeroshard.planner.predict.torch_internals import fakes
 from zeroshard.planner.search.adapted import trained_as, with_adapters
-from zeroshard.planner.search.search import search
+from zeroshard.planner.search.kept import search_once
 from zeroshard.planner.search.text import describe, left_out, named, why_first
 from zeroshard.report.plan_page import write_plan
 from zeroshard.report.plan_text import (
@@ -76,7 +76,7 @@ def run_plan(options: PlanOptions, machines: Machines | None) -> None:
     title = f"{task.name}, {task.rows} rows of {task.sequence} tokens per step, on {machines}"
     with _status() as say:
         first = partial(_print_estimates, title)
-        found = search(task, machines, base, options.top, say=say, last_resorts=options.offload, first=first)
+        found = search_once(task, machines, base, options.top, say, options.offload, first, options.fresh)
         if options.explain is not None:
             found = _with_events(found, options.explain, task, machines)
     files = _write_plans(options, found, task)
@@ -245,7 +245,8 @@ def _print(
     console.print()
     for line in modes_lines(found.best, machines.device.source):
         console.print(line, style="dim")
-    console.print(f"Looked at {found.looked_at} plans in {found.seconds:.0f} s.", style="dim")
+    earlier = ", in an earlier search; --fresh searches again" if found.kept else ""
+    console.print(f"Looked at {found.looked_at} plans in {found.seconds:.0f} s{earlier}.", style="dim")
     console.print()
     for line in answer:
         console.print(line, soft_wrap=line.startswith("  "))

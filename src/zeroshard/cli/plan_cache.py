@@ -4,25 +4,20 @@ Read without torch. An answer is the text that the command printed, with the fil
 """
 
 import dataclasses
-import hashlib
-import importlib.metadata
 import io
-import json
 import os
 import sys
 from collections.abc import Callable
-from contextlib import redirect_stdout, suppress
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, TextIO
 
-import zeroshard
 from zeroshard.cli.plan_options import PlanOptions
 from zeroshard.doctor.hardware import Machines
+from zeroshard.planner.search.answers import key_of, read_answer, write_answer
 from zeroshard.train.model_shape import configuration
 
-KEPT = 200  # answers; the oldest are removed
 Answer = Callable[[PlanOptions, Machines | None], None]
-PACKAGES = ("torch", "transformers")  # on which answers depend
 
 
 def answered(options: PlanOptions, machines: Machines | None, folder: Path, answer: Answer) -> None:
@@ -36,10 +31,10 @@ def answered(options: PlanOptions, machines: Machines | None, folder: Path, answ
         answer(options, machines)
         return
     path = folder / f"{_key(options, machines)}.json"
-    kept = None if options.fresh else _read(path)
+    kept = None if options.fresh else read_answer(path)
     if kept is None:
         kept = _ask(options, machines, answer)
-        _write(path, kept)
+        write_answer(path, kept)
     else:
         sys.stdout.write(kept["printed"])
         print("This answer is from an earlier search; --fresh searches again.", file=sys.stderr)
@@ -59,20 +54,7 @@ def _key(options: PlanOptions, machines: Machines) -> str:
     width = os.get_terminal_size(sys.stdout.fileno()).columns if terminal else 0
     asked = {**dataclasses.asdict(options), "fresh": False}
     model = None if options.largest else configuration(options.model)
-    parts = (asked, model, machines, width, _version())
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
-
-
-def _version() -> tuple[Any, ...]:
-    """The versions of the packages, and of every file of this one."""
-    root = Path(zeroshard.__file__).parent
-    sources = (path for path in root.rglob("*.*") if path.suffix in (".py", ".toml"))
-    files = sorted((str(path), path.stat().st_mtime_ns) for path in sources)
-    found = []
-    for name in PACKAGES:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            found.append(importlib.metadata.version(name))
-    return (zeroshard.__version__, *found, hashlib.sha256(repr(files).encode()).hexdigest())
+    return key_of((asked, model, machines, width))
 
 
 def _ask(options: PlanOptions, machines: Machines, answer: Answer) -> dict[str, Any]:
@@ -85,25 +67,6 @@ def _ask(options: PlanOptions, machines: Machines, answer: Answer) -> dict[str, 
             code = ended.code
     files = {str(path): path.read_text(encoding="utf-8") for path in options.files if path.exists()}
     return {"printed": printed.text.getvalue(), "files": files, "code": code}
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return kept
-
-
-def _write(path: Path, kept: dict[str, Any]) -> None:
-    """Keep an answer; a folder that cannot be written is no error."""
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        new = path.with_suffix(f".{os.getpid()}.new")
-        new.write_text(json.dumps(kept), encoding="utf-8")
-        new.replace(path)
-        for old in sorted(path.parent.glob("*.json"), key=lambda one: one.stat().st_mtime)[:-KEPT]:
-            old.unlink()
 
 
 class _Copied(io.TextIOBase):

@@ -12,6 +12,7 @@ from zeroshard.errors import ModelError
 from zeroshard.plan import Plan
 from zeroshard.planner.predict.rehearse import TrainingTask
 from zeroshard.planner.predict.torch_internals import fakes
+from zeroshard.planner.search.identity import identity_of
 from zeroshard.train.config import OptimizerName, TrainConfig
 from zeroshard.train.model import BuiltModel, build_model, takes_tokens
 from zeroshard.train.named_models import BATCH, Code, model_named
@@ -41,7 +42,8 @@ def language_task(config: TrainConfig, rows: int) -> TrainingTask:
         model = built()
     task = _task(config, lambda: built().module, partial(_tokens, model, config.sequence), rows)
     others = model.hugging_face
-    return replace(task, loss_chunk=LOSS_CHUNK if others else None, made_aside=others)
+    identity = identity_of(model.module, *_rates(config))
+    return replace(task, loss_chunk=LOSS_CHUNK if others else None, made_aside=others, identity=identity)
 
 
 def own_task(config: TrainConfig, rows: int, batch_of: str | None = None) -> TrainingTask:
@@ -75,14 +77,15 @@ def own_task(config: TrainConfig, rows: int, batch_of: str | None = None) -> Tra
     hugging_face = takes_tokens(module) if batch_of is None else None
     if hugging_face is not None:
         built = BuiltModel(module, config.model, 0, hugging_face)
-        return _task(config, build, partial(_tokens, built, config.sequence), rows)
+        task = _task(config, build, partial(_tokens, built, config.sequence), rows)
+        return replace(task, identity=identity_of(module, *_rates(config)))
     batch = batches_of(code, batch_of)
     if batch is None:
         raise ModelError(
             f"{config.model} makes a {type(module).__name__}, whose batches are not known; name a function of a "
             f"number of rows that makes one, such as --batch-of {config.model.partition(':')[0]}:{BATCH}"
         )
-    return _task(config, build, batch, rows)
+    return replace(_task(config, build, batch, rows), identity=identity_of(module, batch, *_rates(config)))
 
 
 def batches_of(code: Code, named: str | None) -> Callable[[int], Any] | None:
@@ -108,6 +111,11 @@ def with_cheaper(task: TrainingTask, config: TrainConfig) -> TrainingTask:
 def _makers(config: TrainConfig) -> tuple[Callable[[Any], torch.optim.Optimizer], ...]:
     """Functions that make the optimizer of a model, on the device and on the host."""
     return partial(make_optimizer, config), partial(make_optimizer, replace(config, plan=Plan(offload="optimizer")))
+
+
+def _rates(config: TrainConfig) -> tuple[Any, ...]:
+    """The options from which optimizers are made."""
+    return config.optimizer, config.learning_rate, config.beta2, config.weight_decay
 
 
 def _tokens(built: BuiltModel, sequence: int, rows: int) -> dict[str, torch.Tensor]:

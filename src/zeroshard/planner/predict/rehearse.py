@@ -71,6 +71,7 @@ class TrainingTask:
         made_aside: whether `build` makes the model in host memory, where that is not the device's.
         values: whether the model must be run on tensors with values, which takes as much memory as a run.
         adapters: that are trained instead of the model, in words; empty without.
+        identity: text that is equal for tasks with equal rehearsals; empty if there is none.
         smaller: the name of the optimizer, where it is one of `others`; else empty.
     """
 
@@ -89,6 +90,7 @@ class TrainingTask:
     host_optimizer: Callable[[Any], torch.optim.Optimizer] | None = None
     adapters: str = ""
     smaller: str = ""
+    identity: str = ""
 
     @cached_property
     def facts(self) -> ModelFacts:

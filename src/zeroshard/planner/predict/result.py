@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, Self
 
 from zeroshard.memory.ledger import Event
@@ -16,6 +16,7 @@ CAUSES = ("compute", "optimizer", "wire", "host link", "host update", "disk", "b
 FETCHED = "a checkpoint's values"  # in host memory, of one part whose states are on a disk or in fewer bits
 COPY = "a checkpoint's copy"  # in host memory, of the states on their way to the disk
 TEMPORARIES = "temporaries"  # bytes of torch at the peak outside of the ledger
+MOST_ACTIONS = 4000  # of the timeline of a plan that is not among the best
 Span = tuple[Action, float, float]
 
 
@@ -219,7 +220,16 @@ class Refusal:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, as JSON holds them."""
-        return {"plan": self.plan.as_dict(), "batch": self.batch, "why": self.why, "way_out": self.way_out}
+        shown = {"plan": self.plan.as_dict(), "batch": self.batch, "why": self.why, "way_out": self.way_out}
+        number = None if self.prediction is None else _with_short_timeline(self.prediction).whole_dict()
+        return shown | {"prediction": number}
+
+    @classmethod
+    def from_dict(cls, stored: Mapping[str, Any]) -> Self:
+        """The refusal that `as_dict` gave."""
+        one = stored["prediction"]
+        plan, number = Plan.from_dict(stored["plan"]), None if one is None else Prediction.from_dict(one)
+        return cls(plan, stored["batch"], stored["why"], stored["way_out"], number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +243,7 @@ class Found:
         seconds: duration of the search.
         ways: where no plan fits that trains every weight, sentences about the nearest ways, each with its needs.
         others: further plans that fit, in the same order.
+        kept: whether it is that of an earlier search.
     """
 
     best: tuple[Prediction, ...]
@@ -241,3 +252,27 @@ class Found:
     seconds: float
     ways: tuple[str, ...] = ()
     others: tuple[Prediction, ...] = ()
+    kept: bool = False
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, as JSON holds them."""
+        return {
+            "best": [one.whole_dict() for one in self.best],
+            "others": [_with_short_timeline(one).whole_dict() for one in self.others],
+            "refused": [one.as_dict() for one in self.refused],
+            "looked_at": self.looked_at,
+            "seconds": self.seconds,
+            "ways": list(self.ways),
+        }
+
+    @classmethod
+    def from_dict(cls, stored: Mapping[str, Any]) -> Self:
+        """The result that `as_dict` gave."""
+        best, others = (tuple(Prediction.from_dict(one) for one in stored[name]) for name in ("best", "others"))
+        refused = tuple(Refusal.from_dict(one) for one in stored["refused"])
+        return cls(best, refused, stored["looked_at"], stored["seconds"], tuple(stored["ways"]), others)
+
+
+def _with_short_timeline(prediction: Prediction) -> Prediction:
+    """The prediction, without a timeline of more than `MOST_ACTIONS`."""
+    return prediction if sum(map(len, prediction.spans)) <= MOST_ACTIONS else replace(prediction, spans=())

@@ -20,7 +20,9 @@ from zeroshard.planner.choices import choices_of
 from zeroshard.planner.predict.rehearse import TrainingTask
 from zeroshard.planner.predict.result import Found, Refusal
 from zeroshard.planner.predict.torch_internals import is_fake
-from zeroshard.planner.search.search import Say, search
+from zeroshard.planner.search.identity import identity_of
+from zeroshard.planner.search.kept import search_once
+from zeroshard.planner.search.search import Say
 from zeroshard.planner.search.text import alike, describe, short
 from zeroshard.planner.search.this_machine import local_machines
 
@@ -35,6 +37,7 @@ def plan_for(
     ranks: int | None,
     base: Plan | None,
     say: Say,
+    fresh: bool,
 ) -> Plan:
     """See `Plan.auto`."""
     base = base or Plan()
@@ -46,7 +49,7 @@ def plan_for(
     task = task_of(model, batch, optimizer, count)
 
     def work(tell: Say) -> dict[str, Any]:
-        found = best_plans(task, hardware, base, tell)
+        found = best_plans(task, hardware, base, tell, fresh)
         return {"plan": found.best[0].plan.as_dict(), "lines": why(found)}
 
     with torch.random.fork_rng(devices=[]):  # rehearsals do not change the program's generator
@@ -57,8 +60,8 @@ def plan_for(
     return replace(Plan.from_dict(answer["plan"]), transport=base.transport)
 
 
-def best_plans(task: TrainingTask, machines: Machines, base: Plan, say: Say) -> Found:
-    """The search's result, with at least one plan that fits.
+def best_plans(task: TrainingTask, machines: Machines, base: Plan, say: Say, fresh: bool = False) -> Found:
+    """The search's result, with at least one plan that fits; a kept one for the same question unless `fresh`.
 
     Raises:
         PlanError: no plan fits, or `base` sets fields that are searched.
@@ -68,7 +71,7 @@ def best_plans(task: TrainingTask, machines: Machines, base: Plan, say: Say) -> 
     if base.device_budget is not None:
         memory = min(room.memory_bytes, room.overhead_bytes + base.device_budget)
         machines = replace(machines, device=replace(room, memory_bytes=memory))
-    found = search(task, machines, base, top=2, say=say)
+    found = search_once(task, machines, base, top=2, say=say, fresh=fresh)
     if not found.best:
         raise PlanError(_none_fits(found, machines))
     return found
@@ -92,7 +95,7 @@ def why(found: Found) -> list[str]:
     """Sentences about the best plan, the next best, and the refusals."""
     best, *others = found.best
     lines = describe(best)
-    looked = f"Looked at {found.looked_at} plans in {found.seconds:.0f} s"
+    looked = f"Looked at {found.looked_at} plans in {found.seconds:.0f} s{', in an earlier search' * found.kept}"
     if others and best.seconds:
         behind = others[0].seconds / best.seconds - 1
         slower = f"{behind:.0%} slower" if behind >= 0.005 else "as fast"
@@ -176,6 +179,7 @@ def task_of(model: nn.Module, batch: Any, optimizer: Any, ranks: int) -> Trainin
         name=type(model).__name__,
         whole_model=whole,
         made_aside=any(parameter.device.type == "cpu" for parameter in model.parameters()),
+        identity=identity_of(model, batch, optimizer),
     )
 
 

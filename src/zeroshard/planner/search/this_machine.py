@@ -55,9 +55,14 @@ def local_machines(ranks: int, kind: str, profile: Path | None = None) -> Machin
 
 
 def free_memory() -> int:
-    """Bytes of host memory that training can have now."""
+    """Bytes of host memory that training can have now, to a sixteenth of the next lower power of two.
+
+    So the same question, asked again, is about the same machine.
+    """
     available = psutil.virtual_memory().available
-    return min(available, memory_limit() or available)
+    least = min(available, memory_limit() or available)
+    step = max(1, 1 << max(0, least.bit_length() - 5))
+    return least // step * step
 
 
 def nearest_preset(name: str, memory: int) -> str | None:
