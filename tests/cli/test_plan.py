@@ -81,6 +81,7 @@ ON_A100 = ("--gpu", "A100-80", "--gpus", "8")
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.syspath_prepend(str(tmp_path))
 
 

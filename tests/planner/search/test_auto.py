@@ -1,5 +1,6 @@
 """Plan.auto: from a module, a batch and an optimizer to a plan; and one search for all ranks of a job."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import zeroshard as zs
 from zeroshard.comm.mesh import Mesh
 from zeroshard.doctor.hardware import Device, Link, Machines
 from zeroshard.errors import BatchError, DataError, ModelError, PlanError
+from zeroshard.planner.predict import single_stage
 from zeroshard.planner.predict.torch_internals import fakes, is_fake
 from zeroshard.planner.search.auto import on_rank_zero, task_of
 from zeroshard.planner.search.this_machine import local_machines, nearest_preset
@@ -39,6 +41,11 @@ class Net(nn.Module):
         return loss
 
 
+@pytest.fixture(autouse=True)
+def _answers_of_the_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
 def batch(rows: int = 1) -> dict[str, torch.Tensor]:
     return {"x": torch.arange(rows * WIDTH, dtype=torch.float32).view(rows, WIDTH)}
 
@@ -60,6 +67,22 @@ def test_the_plan_fits_and_the_model_stays_as_it_was() -> None:
         assert value.data_ptr() == before[name][0] and torch.equal(value, before[name][1])
     with pytest.raises(PlanError, match=r"None of \d+ plans fits 2 x a CPU.* zero 3, fp32.*: .*(would|works)"):
         zs.Plan.auto(model, batch(), optimizer=ADAM, machines=HERE, base=zs.Plan(device_memory=PSI))
+
+
+def test_the_same_question_is_rehearsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[zs.Plan] = []
+    rehearse = single_stage.rehearse
+    monkeypatch.setattr(single_stage, "rehearse", lambda *given: asked.append(given[1]) or rehearse(*given))
+    words: dict[str, Any] = {"optimizer": ADAM, "machines": replace(HERE, count=1, per_node=1)}
+    heard: list[str] = []
+    first = zs.Plan.auto(Net(), batch(), **words)
+    many = len(asked)
+    assert zs.Plan.auto(Net(), batch(), **words, say=heard.append) == first and len(asked) == many > 0
+    assert any("in an earlier search" in line for line in heard)
+    for changed in ({"fresh": True}, {"base": zs.Plan(clip_norm=0.5)}, {"optimizer": torch.optim.SGD}):
+        before = len(asked)
+        zs.Plan.auto(Net(), batch(), **words | changed)
+        assert len(asked) > before
 
 
 def test_the_task_is_that_of_the_model_without_its_memory() -> None:

@@ -1,17 +1,18 @@
 """The identity of a task as text: equal texts make equal rehearsals, so that an answer can stand for both.
 
 The text covers a value and all that it holds: modules with their attributes, shapes of tensors and not their values,
-functions with their closures. Code counts by the time of change of its file, for every loaded file of the user.
+functions with their closures and with the values at the top of their modules. Code counts by the time of change of its
+file, for every loaded file of the user.
 """
 
 import enum
 import sys
 import sysconfig
 from collections import deque
-from collections.abc import Iterable, Mapping
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache, partial
 from pathlib import Path
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ def identity_of(*values: Any) -> str:
     """The text; empty where a value has content without a text, or code without a file."""
     walk = _Walk()
     try:
-        return repr((*(walk.text(value) for value in values), walk.constants(), user_files()))
+        return repr((*map(walk.text, values), user_files()))
     except (_Unknown, RecursionError, ValueError):  # of an empty cell of a closure
         return ""
 
@@ -57,7 +58,6 @@ class _Walk:
     def __init__(self) -> None:
         self._seen: dict[int, int] = {}
         self._alive: list[Any] = []  # so that no two have one id
-        self._modules: dict[str, None] = {}
 
     def text(self, value: Any) -> str:
         """The text of a value; of one that was seen before, its number."""
@@ -69,13 +69,9 @@ class _Walk:
         self._alive.append(value)
         return f"{self._kind(value)}({self._content(value)})"
 
-    def constants(self) -> str:
-        """The plain values at the top of the user's modules that define a class or a function of the values."""
-        found = []
-        for module in filter(self._is_user, sorted(self._modules)):
-            held = vars(sys.modules[module]).items()
-            found.append((module, sorted((name, repr(one)) for name, one in held if isinstance(one, PLAIN))))
-        return repr(found)
+    def _kind(self, value: Any) -> str:
+        """The class of a value; of one of the user's, with its code."""
+        return self.text(type(value)) if _is_user(type(value).__module__) else _named(type(value))
 
     def _content(self, value: Any) -> str:
         if isinstance(value, torch.Tensor):
@@ -93,11 +89,15 @@ class _Walk:
             return self._texts(value.__self__, value.__func__)
         if isinstance(value, enum.Enum):
             return value.name
-        if isinstance(value, (type, ModuleType, BuiltinFunctionType)):
-            return self._named(value)
+        if isinstance(value, (ModuleType, BuiltinFunctionType)):
+            return _named(value)
+        if isinstance(value, type):
+            members = vars(value).values() if _is_user(value.__module__) else ()
+            return _named(value) + self._texts(*value.__bases__, *filter(_in_class, map(_unwrapped, members)))
         if isinstance(value, FunctionType):
             cells = [cell.cell_contents for cell in value.__closure__ or ()]
-            return self._named(value) + self._texts(value.__defaults__, value.__kwdefaults__, *cells)
+            used = list(_globals_of(value)) if _is_user(value.__module__) else []
+            return _named(value) + self._texts(value.__defaults__, value.__kwdefaults__, cells, used)
         return self._attributes(value)
 
     def _attributes(self, value: Any) -> str:
@@ -116,20 +116,44 @@ class _Walk:
     def _texts(self, *values: Any) -> str:
         return "; ".join(map(self.text, values))
 
-    def _kind(self, value: Any) -> str:
-        return self._named(type(value))
 
-    def _named(self, value: Any) -> str:
-        """The name of a class, a function or a module, whose code lies in a file."""
-        module = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None) or "builtins"
-        self._modules[module] = None
-        if module == "__main__" and _file_of(sys.modules[module]) is None:
-            raise _Unknown(module)
-        return f"{module}.{getattr(value, '__qualname__', '')}"
+def _named(value: Any) -> str:
+    """The name of a class, a function or a module.
 
-    def _is_user(self, module: str) -> bool:
-        path = _file_of(sys.modules.get(module))
-        return path is not None and not path.startswith((*LIBRARIES, ROOT))
+    Raises:
+        _Unknown: its code lies in no file.
+    """
+    module = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None) or "builtins"
+    if module == "__main__" and _file_of(sys.modules[module]) is None:
+        raise _Unknown(module)
+    return f"{module}.{getattr(value, '__qualname__', '')}"
+
+
+def _unwrapped(member: Any) -> Any:
+    """The function of a method, a property or the like."""
+    return getattr(member, "__func__", None) or getattr(member, "fget", None) or member
+
+
+def _in_class(member: Any) -> bool:
+    """Whether a member of a class of the user is code or a plain value of the user's."""
+    return isinstance(member, PLAIN) or (isinstance(member, (FunctionType, type)) and _is_user(member.__module__))
+
+
+def _globals_of(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """The plain values, functions and classes of the user at the top of the module that a function names."""
+    codes = [function.__code__]
+    for code in codes:
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    for name in sorted({name for code in codes for name in code.co_names}):
+        value = function.__globals__.get(name, function)
+        if value is not function and _in_class(value):
+            yield name, value
+
+
+def _is_user(module: str | None) -> bool:
+    """Whether a module is neither of Python's libraries nor of this package."""
+    path = _file_of(sys.modules.get(module or ""))
+    return path is not None and not path.startswith((*LIBRARIES, ROOT))
 
 
 def _slots_of(kind: type) -> Iterable[str]:
@@ -140,5 +164,10 @@ def _slots_of(kind: type) -> Iterable[str]:
 def _file_of(module: ModuleType | None) -> str | None:
     """The file of a module that exists."""
     named = getattr(module, "__file__", None)
-    path = Path(named).resolve() if isinstance(named, str) else None
-    return str(path) if path is not None and path.is_file() else None
+    return _real(named) if isinstance(named, str) else None
+
+
+@cache
+def _real(path: str) -> str | None:
+    found = Path(path).resolve()
+    return str(found) if found.is_file() else None
