@@ -4,6 +4,7 @@
     FOLDER/model.safetensors                                       a folder that transformers wrote
     FOLDER/model.safetensors.index.json, FOLDER/*.safetensors      likewise, in several files
     FOLDER/MANIFEST.json, FOLDER/rank-*.safetensors                a checkpoint
+    FOLDER/.metadata, FOLDER/*.distcp                              a folder of torch.distributed.checkpoint
 
 No code in the files is run, and nothing is unpickled. An index may only name files inside its folder.
 """
@@ -21,6 +22,7 @@ from typing import Protocol
 import torch
 
 from zeroshard.checkpoint.boxes import BoxValues
+from zeroshard.checkpoint.distributed_folder import METADATA, DistributedFolder
 from zeroshard.checkpoint.expert_names import Shape, StackedTensors, Tensors, are_stacked
 from zeroshard.checkpoint.manifest import MANIFEST
 from zeroshard.checkpoint.reader import Reader
@@ -87,7 +89,7 @@ class WeightFiles:
     def __init__(self, path: Path, tied: Mapping[str, str]) -> None:
         self.path = path
         self._tied = dict(tied)
-        self._files: Tensors = _Checkpoint(path) if (path / MANIFEST).exists() else Shards(path, files_of(path))
+        self._files: Tensors = _opened(path)
         self._buffers: set[str] = set()
         self._places = self._placed({name: name for name in self._files.shapes})
 
@@ -240,6 +242,13 @@ class BaseFiles:
         kind, _, own = name.partition(":")
         base = self._named(own)
         return None if base is None else f"{kind}:{base}"
+
+
+def _opened(path: Path) -> Tensors:
+    """The tensors of a checkpoint, of a folder of `torch.distributed.checkpoint`, or of safetensors files."""
+    if (path / MANIFEST).exists():
+        return _Checkpoint(path)
+    return DistributedFolder(path) if (path / METADATA).is_file() else Shards(path, files_of(path))
 
 
 class _Checkpoint:
