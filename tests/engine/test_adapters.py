@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine.adapters import ADAPTERS, adapted, attach, base, engine_of, plain, take_steps
+from engine.adapters import ADAPTERS, adapted, attach, base, batch, engine_of, plain, rows_of, take_steps
 from pool import Pool
 from torch import Tensor, nn
 
@@ -98,3 +98,21 @@ def test_adapters_on_meta_are_those_of_peft_over_the_base_in_files(
 def test_an_initialisation_from_the_values_of_the_base_is_refused_on_meta() -> None:
     with pytest.raises(ModelError, match=r"q_proj' is on the meta device with init_lora_weights='olora'"):
         engine_of(None, on_meta("lora", "olora"), initialise=zeros)
+
+
+def bytes_of(mesh: zs.Mesh) -> dict[str, int]:
+    """Measured bytes of a rank by category, after a step in bf16 under stage 3."""
+    engine = engine_of(mesh, adapted("lora"), zero=3, transport="network", precision="bf16")
+    engine.train_step(rows_of(batch(0), engine.data_rank, engine.data_ranks))
+    return {str(row.category): row.measured_bytes - (row.padding_bytes or 0) for row in engine.memory()}
+
+
+def test_a_frozen_base_has_slices_of_16_bits_alone(pool: Pool) -> None:
+    measured = pool.run(bytes_of, 2)
+    model = adapted("lora")
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    every = sum(p.numel() for p in model.parameters())
+    total = {key: sum(found[key] for found in measured) for key in measured[0]}
+    assert total["parameters"] == 2 * every
+    assert total["master weights"] == 4 * trained
+    assert total["optimizer states"] == 8 * trained

@@ -33,6 +33,18 @@ class Reader:
         for kind, _, name in (full.partition(":") for full in self.tensors):
             self._kinds.setdefault(name, []).append(kind)
 
+    def refuse_without_base(self) -> None:
+        """Refuse a checkpoint as a source of all weights, if it left out a frozen base.
+
+        Raises:
+            CheckpointError: with the place of the base.
+        """
+        if base := self.facts.get("base"):
+            raise CheckpointError(
+                f"{self.path} holds trained weights alone; its frozen base is in {base['source']}. Read that with "
+                f"engine.load_weights and then this with engine.load, or save with engine.save(path, base=True)."
+            )
+
     def names(self, kind: str) -> list[str]:
         """The logical names `NAME` of all tensors `kind:NAME`."""
         return [name.removeprefix(kind + ":") for name in self.tensors if name.startswith(kind + ":")]

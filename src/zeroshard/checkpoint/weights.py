@@ -256,11 +256,7 @@ class _Checkpoint:
 
     def __init__(self, path: Path) -> None:
         self._reader = Reader(path)
-        if base := self._reader.facts.get("base"):
-            raise CheckpointError(
-                f"{path} holds trained weights alone; its frozen base is in {base['source']}. Read that with "
-                f"engine.load_weights and then this with engine.load, or save with engine.save(path, base=True)."
-            )
+        self._reader.refuse_without_base()
         kinds = {name: kind for kind in ("weight", "buffer") for name in self._reader.names(kind)}
         self._full = {name: f"{kind}:{name}" for name, kind in kinds.items()}
         self.shapes = {name: self._reader.tensors[full].shape for name, full in self._full.items()}

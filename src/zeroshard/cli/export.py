@@ -59,6 +59,7 @@ def run_export(argv: Sequence[str]) -> None:
     reader = Reader(find_checkpoint(options.path))
     out = options.out or Path(f"{reader.path.resolve().name}-safetensors")
     refuse_existing(out)
+    reader.refuse_without_base()
     plan, sources = planned(reader, options.dtype and DTYPES[options.dtype], most)
     values = converted(plan.groups, lambda slot: _read(reader, sources[slot.key], slot))
     write_export(plan, values, out, CheckpointDisk())
