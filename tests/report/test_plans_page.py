@@ -4,6 +4,7 @@ import json
 import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -105,7 +106,7 @@ def test_shapes_tell_points_apart_and_a_ring_marks_the_recommended() -> None:
     assert len(set(shapes.values())) == 3
     rings = [target for target, link in links.items() for c in link.iter("circle") if c.get("class") == "recommended"]
     assert rings == ["#plan-1"]
-    assert links["#plan-2"].get("aria-label") == "Plan 2: 12.00 GiB, 1.0 s per step, fits, with other results"
+    assert links["#plan-2"].get("aria-label") == "Plan 2: 12.00 GiB, 1.00 s per step, fits, with other results"
     assert root.get("role") == "group"
     marks = [entry.mark for entry in plans_figure(POINTS, 20.0 * GIB, "plan-1").legend]
     assert marks == ["ring", "dot", "triangle", "cross"]
@@ -133,6 +134,15 @@ def test_a_wide_range_is_logarithmic() -> None:
     assert any("logarithmic" in (text.text or "") for text in root.iter("text"))
     quarter, four, sixty = (place(root, target)[0] for target in ("plan-3", "plan-5", "plan-4"))
     assert four - quarter == pytest.approx(sixty - four, abs=0.3)  # factors of 16
+
+
+def test_near_times_are_drawn_apart() -> None:
+    near = [replace(POINTS[0], target=f"plan-{n}", seconds=0.004 + n * 1e-5) for n in range(1, 5)]
+    root = drawn(near)
+    places = [place(root, point.target)[0] for point in near]
+    assert all(right - left > 200 for left, right in pairwise(places))
+    ticks = [text.text or "" for text in root.iter("text") if text.get("class") == "tick middle"]
+    assert len({*ticks}) == len(ticks) > 2 and all(tick.endswith(" ms") for tick in ticks)
 
 
 def test_without_a_plan_that_fits_there_are_ways() -> None:

@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from zeroshard.cli.plan_answer import answer_json, answer_lines, differing, job_of, listed
+from zeroshard.cli.plan_answer import answer_lines, differing, job_of, listed
+from zeroshard.cli.plan_json import Layers, as_json
 from zeroshard.cli.plan_options import ROWS, SEQUENCE, PlanOptions, precision_for
 from zeroshard.doctor.hardware import Machines
 from zeroshard.errors import ConfigError
@@ -75,8 +76,8 @@ def run_plan(options: PlanOptions, machines: Machines | None) -> None:
     task, base = described_task(options, machines.count)
     title = f"{task.name}, {task.rows} rows of {task.sequence} tokens per step, on {machines}"
     with _status() as say:
-        first = partial(_print_estimates, title)
-        found = search_once(task, machines, base, options.top, say, options.offload, first, options.fresh)
+        asked = (task, machines, base, options.top, say, options.offload)
+        found = search_once(*asked, first=partial(_print_estimates, title), fresh=options.fresh)
         if options.explain is not None:
             found = _with_events(found, options.explain, task, machines)
     files = _write_plans(options, found, task)
@@ -93,8 +94,8 @@ def run_plan(options: PlanOptions, machines: Machines | None) -> None:
         explained = found.best[options.explain - 1]
         files += write_plan(explained, stem, title, (f"Rates: {machines.device.source}",))
     if options.json:
-        content = _as_json(found, machines, task, files) | answer_json(found, task, machines, options)
-        print(json.dumps(content | _layers_json(layers), indent=1, allow_nan=False))
+        content = as_json(found, task, machines, options, files, layers)
+        print(json.dumps(content, indent=1, allow_nan=False))
     else:
         _print(found, machines, title, options.explain, [*answer_lines(found, task, machines, options)], files)
         if layers is not None:
@@ -151,7 +152,7 @@ def _whole(chosen: Prediction, task: TrainingTask, machines: Machines) -> Predic
     return replace(whole, causes=chosen.causes, time_mode=chosen.time_mode)
 
 
-def _explained_layers(plan: Plan, task: TrainingTask) -> tuple[int, list[ExplainedLayer], list[str]] | None:
+def _explained_layers(plan: Plan, task: TrainingTask) -> Layers | None:
     """How tensor parallelism splits the layers of the model, and where sequences are whole; None without it."""
     ranks = plan.tensor.ranks
     if ranks == 1:
@@ -160,12 +161,6 @@ def _explained_layers(plan: Plan, task: TrainingTask) -> tuple[int, list[Explain
         model = task.build()
         found = find(model, ranks, plan.tensor)
     return ranks, explain(model, found, ranks), explain_sequences(found, plan.tensor.sequence)
-
-
-def _layers_json(layers: tuple[int, list[ExplainedLayer], list[str]] | None) -> dict[str, Any]:
-    if layers is None:
-        return {}
-    return {"layers": [row.as_dict() for row in layers[1]], "sequences": layers[2]}
 
 
 def _print_layers(ranks: int, rows: Sequence[ExplainedLayer], sequences: Sequence[str]) -> None:
@@ -210,21 +205,6 @@ def _spelled_out(values: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: _spelled_out(value) if isinstance(value, Mapping) else NONE if value is None else value
         for name, value in values.items()
-    }
-
-
-def _as_json(found: Found, machines: Machines, task: TrainingTask, files: Sequence[Path]) -> dict[str, Any]:
-    return {
-        "model": task.name,
-        "global_batch": task.rows,
-        "sequence": task.sequence,
-        "machines": str(machines),
-        "rates": machines.device.source,
-        "looked_at": found.looked_at,
-        "seconds": found.seconds,
-        "plans": [prediction.as_dict() for prediction in found.best],
-        "refused": [refusal.as_dict() for refusal in found.refused],
-        "files": [str(path) for path in files],
     }
 
 

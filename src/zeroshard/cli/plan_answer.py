@@ -93,22 +93,6 @@ def model_flops_share(prediction: Prediction, task: TrainingTask, machines: Mach
     return (4 if prediction.adapters else 6) * used * prediction.tokens_per_second / (rate * prediction.ranks)
 
 
-def answer_json(found: Found, task: TrainingTask, machines: Machines, options: PlanOptions) -> dict[str, Any]:
-    """The same for programs."""
-    ways = {"ways": list(found.ways)} if found.ways or not found.best else {}
-    if not found.best:
-        return ways
-    best = found.best[0]
-    return ways | {
-        "answer": {
-            "options": None if options.own or best.adapters else option_line(best, task, options),
-            "python": python_line(best.plan),
-            "model_flops_share": model_flops_share(best, task, machines),
-            "hours_per_billion_tokens": 1e9 / best.tokens_per_second / 3600 if best.tokens_per_second else None,
-        }
-    }
-
-
 def _speed(best: Prediction, task: TrainingTask, machines: Machines) -> Iterator[str]:
     yield f"peak {format_bytes(best.peak_bytes)} of {format_bytes(best.capacity_bytes)}"
     below = {"host memory on each node": best.host_needed_bytes, "disk for each rank": best.disk_bytes}

@@ -8,10 +8,12 @@ from functools import partial
 
 from markupsafe import Markup
 
+from zeroshard.planner.search.text import seconds
 from zeroshard.report.chart import Canvas, ChartAxis, Figure, Frame, LegendEntry, both_widths, nice_ticks, short
-from zeroshard.text import format_bytes, format_seconds
+from zeroshard.text import format_bytes
 
 WIDE_RANGE = 12.0  # times the least value: a longer range is drawn on a logarithmic scale
+FAR = 0.5  # of the greatest time: an axis of times that are all above begins at the least
 ROOM = 0.06  # of an axis, beside the outermost points
 STEPS = (1, 2, 5)  # ticks of a decade
 KINDS = {  # by their style: the shape, and its meaning
@@ -47,7 +49,7 @@ class PlanPoint:
     def label(self) -> str:
         """The point in words."""
         meaning = KINDS[self.style][1]
-        return f"{self.name}: {format_bytes(self.peak_bytes)}, {format_seconds(self.seconds)} per step, {meaning}"
+        return f"{self.name}: {format_bytes(self.peak_bytes)}, {seconds(self.seconds)} per step, {meaning}"
 
 
 def plans_figure(points: Sequence[PlanPoint], room: float, recommended: str | None) -> Figure:
@@ -69,7 +71,7 @@ def _draw(points: Sequence[PlanPoint], room: float, recommended: str | None, cap
     canvas = Canvas(frame, caption)
     canvas.root.set("role", "group")  # an image would hide its links
     canvas.root.set("aria-label", caption)
-    x = _scaled("time of a step", [point.seconds for point in points], format_seconds, frame.x_ticks)
+    x = _scaled("time of a step", [point.seconds for point in points], _tick_seconds, frame.x_ticks)
     y = _scaled("peak", [room, *(point.peak_bytes for point in points)], _tick_bytes, 5, 1024.0)
     canvas.axes(x, y)
     height = frame.y(_at(y, room))
@@ -94,7 +96,7 @@ def _draw_point(canvas: Canvas, point: PlanPoint, at: tuple[float, float], recom
 def _scaled(
     label: str, values: Sequence[float], text: Callable[[float], str], target: int, base: float = 10.0
 ) -> ChartAxis:
-    """An axis from 0, or over the logarithms of values of a wide range, with room beside the outermost."""
+    """An axis with room beside the outermost values: from 0, of near times from the least, of far ones logarithmic."""
     low, high = min(values), max(values)
     if low > 0 and high / low > WIDE_RANGE:
         start, end = math.log(low), math.log(high)
@@ -104,10 +106,17 @@ def _scaled(
             ticks = ticks[::2]
         named = tuple((math.log(tick), text(tick)) for tick in ticks)
         return ChartAxis(f"{label}, logarithmic", start - beside, end + beside, named)
+    beside = ROOM * (high - low)
+    start = low - beside if base == 10.0 and beside > 0 and low > FAR * high else 0.0
     unit = base ** math.floor(math.log(max(high, 1e-12), base)) if high > 0 else 1.0
-    end = high * (1 + ROOM) or 1.0
-    ticks = [tick * unit for tick in nice_ticks(0.0, end / unit, target) if tick * unit <= end]
-    return ChartAxis(label, 0.0, end, tuple((tick, text(tick)) for tick in ticks))
+    end = high + ROOM * (high - start) or 1.0
+    ticks = [tick * unit for tick in nice_ticks(start / unit, end / unit, target) if start <= tick * unit <= end]
+    return ChartAxis(label, start, end, tuple((tick, text(tick)) for tick in ticks))
+
+
+def _tick_seconds(time: float) -> str:
+    unit, factor = ("s", 1.0) if time >= 1 or not time else ("ms", 1e3) if time >= 1e-3 else ("µs", 1e6)
+    return f"{time * factor:.6g} {unit}"
 
 
 def _tick_bytes(nbytes: float) -> str:

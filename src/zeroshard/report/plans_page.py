@@ -15,7 +15,7 @@ from zeroshard.text import DASH, format_bytes, format_exact
 
 MOST_ACTIONS = 4000  # of a timeline that is drawn
 SAME = "unchanged"
-COLUMNS = ("fits", "peak", "host", "step", "tokens/s", "MFU", "hours per 10⁹ tokens", "results")
+COLUMNS = ("fits", "peak", "host", "step", "tokens/s", "MFU", "h per 10⁹ tokens", "results")
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,4 +179,6 @@ def _share(share: float | None) -> str:
 
 
 def _hours(hours: float | None) -> str:
-    return DASH if hours is None else f"{hours:,.0f}" if hours >= 100 else f"{hours:.1f}"
+    if hours is None:
+        return DASH
+    return f"{hours:,.0f}" if hours >= 100 else f"{hours:.1f}" if hours >= 1 else f"{hours:.2g}"

@@ -221,7 +221,7 @@ class Refusal:
     def as_dict(self) -> dict[str, Any]:
         """Plain values, as JSON holds them."""
         shown = {"plan": self.plan.as_dict(), "batch": self.batch, "why": self.why, "way_out": self.way_out}
-        number = None if self.prediction is None else _with_short_timeline(self.prediction).whole_dict()
+        number = None if self.prediction is None else with_short_timeline(self.prediction).whole_dict()
         return shown | {"prediction": number}
 
     @classmethod
@@ -258,7 +258,7 @@ class Found:
         """Plain values, as JSON holds them."""
         return {
             "best": [one.whole_dict() for one in self.best],
-            "others": [_with_short_timeline(one).whole_dict() for one in self.others],
+            "others": [with_short_timeline(one).whole_dict() for one in self.others],
             "refused": [one.as_dict() for one in self.refused],
             "looked_at": self.looked_at,
             "seconds": self.seconds,
@@ -273,6 +273,6 @@ class Found:
         return cls(best, refused, stored["looked_at"], stored["seconds"], tuple(stored["ways"]), others)
 
 
-def _with_short_timeline(prediction: Prediction) -> Prediction:
+def with_short_timeline(prediction: Prediction) -> Prediction:
     """The prediction, without a timeline of more than `MOST_ACTIONS`."""
     return prediction if sum(map(len, prediction.spans)) <= MOST_ACTIONS else replace(prediction, spans=())
