@@ -29,9 +29,11 @@ class Adapted(nn.Module):
         return x.square().mean()
 
 
-def engine_of(mesh: zs.Mesh | None = None, folder: Path | None = None, **plan: Any) -> zs.Engine:
+def engine_of(
+    mesh: zs.Mesh | None = None, folder: Path | None = None, model: nn.Module | None = None, **plan: Any
+) -> zs.Engine:
     """An engine whose weights were read from a folder."""
-    made = zs.Engine(Adapted(), lambda ps: torch.optim.AdamW(ps, lr=0.1), zs.Plan(**plan), mesh=mesh)
+    made = zs.Engine(model or Adapted(), lambda ps: torch.optim.AdamW(ps, lr=0.1), zs.Plan(**plan), mesh=mesh)
     if folder is not None:
         made.load_weights(folder)
     return made
@@ -58,7 +60,7 @@ def steps(engine: zs.Engine, count: int) -> list[float]:
 
 
 def save_on_ranks(mesh: zs.Mesh, folder: Path, zero: int) -> list[float]:
-    engine = engine_of(mesh, folder, zero=zero)
+    engine = engine_of(mesh, folder, zero=zero, transport="network" if zero == 3 else "auto")
     steps(engine, 2)
     engine.save(folder / "saved", wait=True)
     return steps(engine, 2)
@@ -103,3 +105,20 @@ def test_what_is_not_in_files_is_written(tmp_path: Path) -> None:
     engine.save(tmp_path / "edited", wait=True)
     assert "base.0.weight" in names("edited")
     assert set(Reader(tmp_path / "edited").facts["base"]["tensors"]) == {"base.1.bias", "base.1.weight"}
+
+
+def test_a_layer_that_is_trained_from_a_checkpoint_on_begins_at_the_base(tmp_path: Path) -> None:
+    engine = engine_of(None, written(tmp_path / "base"))
+    steps(engine, 2)
+    engine.save(tmp_path / "saved", wait=True)
+    model = Adapted()
+    model.base[1].requires_grad_(True)
+    later = engine_of(None, tmp_path / "base", model)
+    later.load(tmp_path / "saved")
+    assert torch.equal(model.base[1].weight, Adapted().base[1].weight)
+    assert torch.equal(model.beside[1].weight, engine.state_dict()["beside.1.weight"])
+    steps(later, 1)
+    assert not torch.equal(model.base[1].weight, Adapted().base[1].weight)
+    later.save(tmp_path / "later", wait=True)
+    assert {"base.1.weight", "base.1.bias"} <= set(Reader(tmp_path / "later").names("weight"))
+    assert set(Reader(tmp_path / "later").facts["base"]["tensors"]) == {"base.0.weight", "base.0.bias"}

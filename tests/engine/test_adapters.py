@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from engine.adapters import ADAPTERS, adapted, attach, base, batch, engine_of, plain, rows_of, take_steps
+from engine.adapters import ADAMW, ADAPTERS, adapted, attach, base, batch, engine_of, plain, rows_of, take_steps
 from pool import Pool
 from torch import Tensor, nn
 
 import zeroshard as zs
+from zeroshard.checkpoint.reader import Reader
 from zeroshard.errors import ModelError
 
 pytest.importorskip("peft")
@@ -116,3 +117,23 @@ def test_a_frozen_base_has_slices_of_16_bits_alone(pool: Pool) -> None:
     assert total["parameters"] == 2 * every
     assert total["master weights"] == 4 * trained
     assert total["optimizer states"] == 8 * trained
+
+
+def test_adapters_of_a_base_in_files_resume_without_it(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    base("llama").save_pretrained(tmp_path / "base")
+    config = {"r": 2, "task_type": "CAUSAL_LM", "init_lora_weights": False, **ADAPTERS["dora"][1]}
+
+    def begin() -> zs.Engine:
+        return zs.from_pretrained(tmp_path / "base", ADAMW, zs.Plan(zero=3), adapters=peft.LoraConfig(**config))
+
+    engine = begin()
+    take_steps(engine, 2)
+    engine.save(tmp_path / "saved", wait=True)
+    wanted = take_steps(engine, 2)
+    assert all("lora_" in name for name in Reader(tmp_path / "saved").names("weight"))
+    again = begin()
+    again.load(tmp_path / "saved")
+    assert take_steps(again, 2) == wanted
+    again.save(tmp_path / "later", wait=True)
+    assert all("lora_" in name for name in Reader(tmp_path / "later").names("weight"))

@@ -102,22 +102,20 @@ def merged_bases(everyone: Iterable[Mapping[str, Any] | None]) -> dict[str, Any]
     return None if source is None else {"source": source, "tensors": dict(sorted(tensors.items()))}
 
 
-def check_base(
-    path: Path, facts: Mapping[str, Any], frozen: set[str], pieces: Iterator[TensorPiece], world: Comm
-) -> None:
+def check_base(path: Path, facts: Mapping[str, Any], pieces: Iterator[TensorPiece], world: Comm) -> None:
     """Compare the digests of this engine's base with a checkpoint's; a collective call.
 
     Args:
         path: of the checkpoint.
         facts: its facts on the base.
-        frozen: names of this rank's parameters.
+        pieces: this rank's parts of the base's weights, of which some may be trained now.
 
     Raises:
         CheckpointError: on all ranks, if values differ.
     """
     wanted: Mapping[str, Row] = facts["tensors"]
     dtypes = {name: getattr(torch, row[1]) for name, row in wanted.items()}
-    mine = shares(wanted.keys() & frozen, pieces, dtypes)
+    mine = shares(set(wanted), pieces, dtypes)
     found = merged_bases({"source": "here", "tensors": rows} for rows in world.agree_on(mine, "digests of the base"))
     tensors = (found or {"tensors": {}})["tensors"]
     other = sorted(name for name, row in wanted.items() if tensors.get(name) != list(row))

@@ -97,7 +97,7 @@ class State:
         order.facts = self._facts(facts)
         left = set() if base else self._base.left_out(comm)
         if left:
-            order.facts["base"] = self._base.facts(left, self._weight_pieces())
+            order.facts["base"] = self._base.facts(left, self._weight_pieces(left))
         if wait:
             order.pieces = list(without(self._pieces(), left))
             write(order, mesh, Meeting(comm, path.name))
@@ -145,7 +145,7 @@ class State:
         self._refuse_on_all_ranks(problem)
         self._publish()
         if facts.get("base"):
-            check_base(path, facts["base"], set(self._shapes()), self._weight_pieces(), self._world)
+            check_base(path, facts["base"], self._weight_pieces(facts["base"]["tensors"]), self._world)
         self._optimizer.account()
         return facts
 
@@ -362,10 +362,10 @@ class State:
         for name, state in rng.streams(self._world.mesh.device):
             yield TensorPiece.whole(f"rng:{name}", state)
 
-    def _weight_pieces(self) -> Iterator[TensorPiece]:
-        """This rank's slices of the frozen weights."""
+    def _weight_pieces(self, names: Container[str]) -> Iterator[TensorPiece]:
+        """This rank's slices of these weights, and of others beside them."""
         for part in self._counted:
-            if part.gradients is None:
+            if any(entry.name in names for entry in part.flat.index.entries):
                 with part.updater.at_hand():
                     yield from self._pieces_of(part, part.weights.rank)
 
