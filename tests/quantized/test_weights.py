@@ -1,6 +1,7 @@
 """Frozen weights in 4 and 8 bits: training equals one process, ranks hold slices, and tables count the bytes."""
 
 import copy
+import importlib.util
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ import zeroshard as zs
 from zeroshard.quantized.weights import take_apart
 
 pytest.importorskip("bitsandbytes")
+if importlib.util.find_spec("torchao"):
+    importlib.import_module("torchao.quantization")  # else while other ranks wait
 STEPS = 3
 KINDS = ["nf4", "nf4 of one level", "int8", "torchao"]
 PLANS: dict[str, dict[str, Any]] = {

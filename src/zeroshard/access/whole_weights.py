@@ -34,6 +34,7 @@ from zeroshard.comm.collectives import Comm
 from zeroshard.errors import CheckpointError, CommError, ConfigError, PlanError
 from zeroshard.parts.part import Part, Parts
 from zeroshard.pipeline.buffers import Buffers
+from zeroshard.quantized.weights import end_of, take_apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,8 @@ class WholeWeights:
         self.table = [_held(name, [theirs.get(name) for _, theirs in everyone]) for name in everyone[0][0]]
         self.table = [held for held in self.table if held.boxes or not math.prod(held.shape)]
         self._by_name = {held.name: held for held in self.table}
+        self._quantised = {weight.label: weight for weight in take_apart(model)}
+        self.table = list(self._dequantised())
 
     def groups(self, dtype: torch.dtype | None, names: Names, masters: bool) -> list[FileGroup]:
         """All tensors under their names in files.
@@ -140,8 +143,26 @@ class WholeWeights:
         self._fetched = (None, torch.empty(0))
 
     def read(self, slot: Slot) -> Tensor:
-        """A whole tensor of the table in the dtype of `slot`; a collective call."""
-        return self._assembled(self._by_name[slot.key], slot.dtype)
+        """A whole tensor of the table in the dtype of `slot`, dequantised; a collective call."""
+        weight = self._quantised.get(slot.key)
+        if weight is None:
+            return self._assembled(self._by_name[slot.key], slot.dtype)
+        held = {end: self._by_name[end_of(weight.label, end)] for end in weight.ends}
+        tensors = {end: self._assembled(each, each.computed) for end, each in held.items()}
+        return weight.dequantised(tensors).to(slot.dtype).contiguous()
+
+    def _dequantised(self) -> Iterator[HeldBoxes]:
+        """The table with each quantised weight, in the dtype and shape before, in the place of its codes."""
+        firsts = {end_of(weight.label, weight.ends[0]): weight for weight in self._quantised.values()}
+        others = {end_of(weight.label, end) for weight in self._quantised.values() for end in weight.ends[1:]}
+        for held in self.table:
+            weight = firsts.get(held.name)
+            if weight is not None:
+                shape, dtype = weight.described
+                whole = (held.shape[0], *shape[1:]) if len(shape) == 3 else tuple(shape)  # a stack's, of all ranks
+                yield HeldBoxes(weight.label, whole, dtype, dtype, held.boxes)
+            elif held.name not in others:
+                yield held
 
     def named(self, groups: Sequence[FileGroup]) -> Iterator[tuple[str, Tensor]]:
         """As `walk`, each tensor with its name alone."""

@@ -150,10 +150,12 @@ def texts_of(model: nn.Module) -> dict[str, dict[str, Any] | None]:
     describe = getattr(getattr(model, "config", None), "to_json_string", None)
     if describe is None:
         return {CONFIG: None, GENERATION: None}
+    config = json.loads(describe())
+    config.pop("quantization_config", None)  # quantised weights are written as the weights that they stand for
     generation: Any = getattr(model, "generation_config", None)
     generates = generation is not None and getattr(model, "can_generate", bool)()
     return {
-        CONFIG: {**json.loads(describe()), "architectures": [type(model).__name__]},
+        CONFIG: {**config, "architectures": [type(model).__name__]},
         GENERATION: json.loads(generation.to_json_string()) if generates else None,
     }
 

@@ -183,6 +183,19 @@ class Stacked:
         stack: QuantizedStack = vars(module)[name]
         stack.parameters = tensors
 
+    def described(self, module: nn.Module, name: str) -> tuple[torch.Size, torch.dtype]:
+        """Those of the stack [E, O, I] of this rank."""
+        stack: QuantizedStack = vars(module)[name]
+        return stack.shape, stack.dtype
+
+    def dequantised(self, module: nn.Module, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Matrix by matrix."""
+        stack: QuantizedStack = vars(module)[name]
+        count = len(tensors[CODES])
+        return torch.stack(
+            [stack.kind.whole({end: rows[number] for end, rows in tensors.items()}) for number in range(count)]
+        )
+
 
 def stacks_of(model: nn.Module) -> dict[str, QuantizedStack]:
     """The quantised stacks of a model, by the names of the weights whose place they take."""

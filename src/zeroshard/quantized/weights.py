@@ -9,6 +9,8 @@ The objects of the package then refer to these parameters, so that its own modul
 values. Tables of code values (64 and 1,024 bytes) are the same for all weights, and all weights share one.
 """
 
+import copy
+import importlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -49,6 +51,12 @@ class Format(Protocol):
             tensors: by the ends of their names; the weight itself, where it is a parameter, under "".
         """
 
+    def described(self, module: nn.Module, name: str) -> tuple[torch.Size, torch.dtype]:
+        """Shape and dtype of the weight that is stood for."""
+
+    def dequantised(self, module: nn.Module, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
+        """The weight that whole tensors stand for."""
+
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
@@ -77,6 +85,19 @@ class QuantizedWeight:
     def tensors(self) -> dict[str, nn.Parameter]:
         """Its tensors, by the ends of their names."""
         return {end: self.module.get_parameter(end_of(self.name, end)) for end in self.ends}
+
+    @property
+    def described(self) -> tuple[torch.Size, torch.dtype]:
+        """Shape and dtype of the weight that its tensors stand for."""
+        return self.format.described(self.module, self.name)
+
+    def dequantised(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """The weight that whole tensors stand for.
+
+        Args:
+            tensors: by the ends of their names.
+        """
+        return self.format.dequantised(self.module, self.name, tensors)
 
     def join(self) -> None:
         """Make the package's objects refer to the parameters that the module has now; none of other stages."""
@@ -132,6 +153,26 @@ class FourBits:
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False  # evaluation would replace the codes by others, for good
 
+    def described(self, module: Any, name: str) -> tuple[torch.Size, torch.dtype]:
+        """As the package's object of statistics has them."""
+        state = self._state(module, name)
+        return _turned(module, state.shape), state.dtype
+
+    def dequantised(self, module: Any, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
+        """By the package's own function."""
+        state = copy.copy(self._state(module, name))
+        state.absmax = tensors["absmax"]
+        if state.nested:
+            state.offset, state.state2 = tensors["offset"], copy.copy(state.state2)
+            state.state2.absmax = tensors["nested_absmax"]
+        functional = importlib.import_module("bitsandbytes").functional
+        values: Tensor = functional.dequantize_4bit(tensors[""].view(-1, 1), state)
+        return values.T if _is_turned(module) else values
+
+    def _state(self, module: Any, name: str) -> Any:
+        """The object of the module, which stays where the weight is on another stage; embeddings have none."""
+        return getattr(module, "quant_state", None) or getattr(module, name).quant_state
+
 
 class EightBits:
     """Rows of 8-bit numbers (`bitsandbytes.nn.Int8Params`).
@@ -164,6 +205,25 @@ class EightBits:
         state.weight, state.SCB = weight, tensors["SCB"]
         weight.CB = weight.SCB = None
 
+    def described(self, module: Any, name: str) -> tuple[torch.Size, torch.dtype]:
+        """The shape of the codes, and the dtype in which the weight was read."""
+        return _turned(module, getattr(module, name).shape), getattr(module, "source_dtype", torch.float32)
+
+    def dequantised(self, module: Any, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
+        """By the package's own function."""
+        functional = importlib.import_module("bitsandbytes").functional
+        values: Tensor = functional.int8_vectorwise_dequant(tensors[""], tensors["SCB"])
+        return values.T if _is_turned(module) else values
+
+
+def _is_turned(module: Any) -> bool:
+    """Whether a layer was quantised from a transposed weight, as transformers does with its `Conv1D`."""
+    return getattr(module, "source_cls", nn.Linear) is not nn.Linear
+
+
+def _turned(module: Any, shape: torch.Size) -> torch.Size:
+    return torch.Size(reversed(shape)) if _is_turned(module) else shape
+
 
 class Wrapped:
     """A frozen tensor subclass made of tensors, as torchao's (`NF4Tensor`, `Int8Tensor`, `Int4Tensor` and others).
@@ -188,6 +248,19 @@ class Wrapped:
         weight = vars(module)[name]
         for way in list(_ways(weight)):
             setattr(_inside(weight, way[:-1]), way[-1], tensors["_".join(way)])
+
+    def described(self, module: nn.Module, name: str) -> tuple[torch.Size, torch.dtype]:
+        """As the tensor says."""
+        weight = vars(module)[name]
+        return weight.shape, weight.dtype
+
+    def dequantised(self, module: nn.Module, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
+        """By the package's own function."""
+        weight = copy.copy(vars(module)[name])
+        for way in list(_ways(weight)):
+            setattr(_inside(weight, way[:-1]), way[-1], tensors["_".join(way)])
+        values: Tensor = weight.dequantize()
+        return values
 
 
 FORMATS: tuple[Format, ...] = (FourBits(), EightBits(), Wrapped())

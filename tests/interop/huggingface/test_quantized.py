@@ -1,6 +1,7 @@
 """Models of transformers in 4 and 8 bits: codes as transformers makes them, and QLoRA equal to one process."""
 
 import functools
+import importlib.util
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,8 @@ import zeroshard as zs
 bnb = pytest.importorskip("bitsandbytes")
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
+if importlib.util.find_spec("torchao"):
+    importlib.import_module("torchao.quantization")  # else by peft, while other ranks wait
 
 SIZES = {**TEXT, "hidden_size": 64, "intermediate_size": 96, "num_key_value_heads": 1, "head_dim": 32}
 FAMILIES = {
@@ -160,6 +163,40 @@ def test_qlora_equals_one_process(pool: Pool, family: str, names: tuple[str, ...
     for name in names:
         losses = torch.tensor([results[name][0] for results in by_rank]).mean(0).tolist()
         assert losses == pytest.approx(expected, rel=2e-6), name
+
+
+def export(mesh: zs.Mesh, path: str, out: str, plan: dict[str, Any]) -> float:
+    """The loss of an evaluation after a step whose weights are exported, merged."""
+    engine = zs.from_pretrained(
+        path, optimizer, zs.Plan.from_dict(plan), mesh=mesh, quantized="nf4", adapters=adapters()
+    )
+    own = {k: v.chunk(engine.data_ranks)[engine.data_rank] for k, v in batch(0).items()}
+    engine.train_step(own)
+    engine.export(out, merge=True)
+    with torch.no_grad():
+        loss: float = engine(**batch(1)).loss.item()
+    return loss
+
+
+@pytest.mark.parametrize("family, plan", [("llama", "stage 3"), ("mixtral", "expert ranks")])
+def test_merged_exports_are_dequantised(pool: Pool, family: str, plan: str, tmp_path: Path) -> None:
+    loss, _ = pool.run(export, 2, str(folder(family)), str(tmp_path / "merged"), PLANS[plan])
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    assert not hasattr(model.config, "quantization_config")
+    with torch.no_grad():
+        assert model(**batch(1)).loss.item() == pytest.approx(loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_whole_weights_are_those_that_codes_stand_for(kind: str) -> None:
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    theirs = load(folder("llama"), quantization_config=settings(kind), dtype=torch.float32, device_map="cpu")
+    engine = zs.from_pretrained(folder("llama"), optimizer, quantized=settings(kind))
+    expected = {n: p.detach() for n, p in theirs.dequantize().named_parameters() if n != "lm_head.weight"}
+    found = dict(engine.weights())
+    assert expected.keys() <= found.keys() and not any("absmax" in name or "SCB" in name for name in found)
+    for name, values in expected.items():
+        torch.testing.assert_close(found[name], values.to(found[name].dtype), rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize(
