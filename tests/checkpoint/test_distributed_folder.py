@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from engine.models import build
 from pool import Pool
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import zeroshard as zs
 from zeroshard.checkpoint.pickled_records import PickledRecord, read_records
@@ -88,6 +88,63 @@ def test_what_fsdp_saved_on_four_ranks_is_loaded(pool: Pool, tmp_path: Path) -> 
     states = [load(zs.Mesh(), 0, str(tmp_path / "c"), False), *pool.run(load, 2, 3, str(tmp_path / "c"), False)]
     for state in states:
         assert all(torch.equal(values, expected[name]) for name, values in state.items())
+
+
+def go_on(mesh: zs.Mesh, zero: int, folder: str, **plan: Any) -> Any:
+    """Take weights and moments, and train on; the weights after each of two steps."""
+    torch.manual_seed(1 + mesh.rank)
+    engine = zs.Engine(Normed(), ADAMW, zs.Plan(zero=zero, **plan), mesh=mesh)
+    engine.load_weights(folder, states=True)
+    found = []
+    for _ in range(2):
+        engine.train_step(torch.arange(12).view(2, 6))
+        found.append(engine.state_dict())
+    return found
+
+
+@pytest.mark.parametrize("plan", [{}, {"offload": "optimizer"}])
+def test_moments_of_adam_go_on(pool: Pool, plan: dict[str, Any], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Normed()
+    write_alone(model, tmp_path / "c")
+    optimizer = trained_on(model, tmp_path / "c")
+    expected = []
+    for _ in range(2):
+        model(torch.arange(12).view(2, 6)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append({name: values.clone() for name, values in model.state_dict().items()})
+    for states in pool.run(go_on_with, 2, 3, str(tmp_path / "c"), plan):
+        for state, wanted in zip(states, expected, strict=True):
+            assert all(torch.allclose(state[name], values, rtol=1e-5, atol=1e-6) for name, values in wanted.items())
+
+
+def trained_on(model: nn.Module, folder: Path) -> torch.optim.Optimizer:
+    """A plain optimizer with the states of a folder."""
+    optimizer = ADAMW(model.parameters())
+    weights, states = get_state_dict(model, optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load({"model": weights, "optim": states}, checkpoint_id=folder, no_dist=True)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
+    return optimizer
+
+
+def go_on_with(mesh: zs.Mesh, zero: int, folder: str, plan: dict[str, Any]) -> Any:
+    return go_on(mesh, zero, folder, **plan)
+
+
+def test_states_that_are_not_there(tmp_path: Path) -> None:
+    model = Normed()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "c", no_dist=True)
+    with pytest.raises(CheckpointError, match="holds no optimizer states of this model's parameters"):
+        go_on(zs.Mesh(), 0, str(tmp_path / "c"))
+    engine = zs.Engine(model, ADAMW, mesh=zs.Mesh())
+    engine.export(tmp_path / "w")
+    with pytest.raises(CheckpointError, match=r"reads optimizer states of folders of torch\.distributed\.checkpoint"):
+        engine.load_weights(tmp_path / "w", states=True)
 
 
 class Danger:

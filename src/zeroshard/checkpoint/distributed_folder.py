@@ -4,7 +4,7 @@
     FOLDER/__0_0.distcp      chunks one after the other, each a file of torch.save: a zip archive with a pickle of its
                              shape, and its values
 
-Tensors of an optimizer are left out. Chunks that were written through an extension, such as compression, are refused.
+Tensors of an optimizer are kept apart. Chunks that were written through an extension, such as compression, are refused.
 """
 
 import io
@@ -28,6 +28,7 @@ from zeroshard.text import format_names
 METADATA = ".metadata"
 FILE_NAME = re.compile(r"[^/\\\0]+")
 OPTIMIZER = "optim"  # with which the keys of optimizers begin, as in torch's own examples
+STATE = re.compile(r"(?:.*?\.)?state\.(?P<name>.+)\.(?P<key>[^.]+)")  # an optimizer's state of a parameter
 LOCAL_HEADER = 30  # bytes of the header of an archive's entry before its name
 STAGING = 2**22  # bytes that are read at a time
 
@@ -54,13 +55,16 @@ class DistributedFolder:
         CheckpointError: the metadata is damaged, or of another form.
 
     Attributes:
-        shapes: by name.
+        shapes: by name, of all but the optimizer's.
+        states: by the name of a parameter among the optimizer's keys, its states: their names in the folder.
         bytes_read: of values.
     """
 
     def __init__(self, path: Path) -> None:
         self._path, self._opened, self.bytes_read = path, dict[str, int](), 0
         self._starts: dict[tuple[str, int], int] = {}
+        self._optimizers: dict[str, bool] = {}
+        self.states: dict[str, dict[str, str]] = {}
         try:
             found = _fields(read_records((path / METADATA).read_bytes()), "Metadata")
             self._tensors = self._read(found)
@@ -74,6 +78,13 @@ class DistributedFolder:
                 f"torch that wrote it save plain weights, and load those."
             ) from error
         self.shapes: dict[str, Shape] = {name: shape for name, (shape, _, _) in self._tensors.items()}
+        for name in [name for name in self.shapes if self._optimizers[name]]:
+            del self.shapes[name]
+            if state := STATE.fullmatch(name):
+                self.states.setdefault(state["name"], {})[state["key"]] = name
+        if not self.shapes:
+            held = format_names(sorted(self._tensors)) or "nothing"
+            raise CheckpointError(f"{path} holds no tensors of a model, but {held}. Save the model there too.")
 
     def fill(self, name: str, targets: Sequence[BoxValues]) -> None:
         """Fill boxes with elements of a tensor.
@@ -99,6 +110,14 @@ class DistributedFolder:
                     f"{self._path} holds {filled} of the {box.numel} elements of '{name}[{box}]'; it is not whole."
                 )
 
+    def shape_of(self, name: str) -> Shape:
+        """The shape of any tensor."""
+        return self._tensors[name][0]
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """The dtype of any tensor."""
+        return self._tensors[name][1]
+
     def whole(self, name: str) -> torch.Tensor:
         """All of a tensor, flat and in its own dtype."""
         shape, dtype, _ = self._tensors[name]
@@ -107,7 +126,7 @@ class DistributedFolder:
         return values.view(-1)
 
     def _read(self, found: Any) -> dict[str, tuple[Shape, torch.dtype, list[StoredChunk]]]:
-        """The tensors of the metadata, without those of optimizers."""
+        """The tensors of the metadata; enters those of optimizers into `_optimizers`."""
         paths = found.get("planner_data") or {}
         places = {}
         for key, value in found["storage_data"].items():
@@ -118,10 +137,9 @@ class DistributedFolder:
         tensors: dict[str, tuple[Shape, torch.dtype, list[StoredChunk]]] = {}
         for name, record in found["state_dict_metadata"].items():
             keys = paths.get(name, (name,))
-            if not record.name.endswith(".TensorStorageMetadata") or any(
-                str(key).startswith(OPTIMIZER) for key in (*keys[:-1], name)
-            ):
+            if not record.name.endswith(".TensorStorageMetadata"):
                 continue
+            self._optimizers[str(name)] = any(str(key).startswith(OPTIMIZER) for key in (*keys[:-1], name))
             fields = _fields(record, "TensorStorageMetadata")
             shape, chunks = _numbers(fields["size"]), []
             dtype = getattr(torch, fields["properties"].state[0].name.removeprefix("torch."))
@@ -137,9 +155,6 @@ class DistributedFolder:
                     raise CheckpointError(f"a chunk of '{name}' is [{box}], outside of {shape}")
                 chunks.append(StoredChunk(box, info["relative_path"], int(info["offset"]), int(info["length"])))
             tensors[str(name)] = shape, dtype, chunks
-        if not tensors:
-            names = format_names(sorted(map(str, found["state_dict_metadata"])))
-            raise CheckpointError(f"it holds no tensors of a model, but {names or 'nothing'}")
         return tensors
 
     def _copy(self, name: str, dtype: torch.dtype, chunk: StoredChunk, box: Box, into: torch.Tensor) -> None:
@@ -199,9 +214,6 @@ class _Window(io.RawIOBase):
 
     def readable(self) -> bool:
         return True
-
-    def tell(self) -> int:
-        return self._at
 
     def seek(self, offset: int, whence: int = 0) -> int:
         self._at = max(0, offset + (0, self._at, self._nbytes)[whence])

@@ -90,6 +90,7 @@ class WeightFiles:
         self.path = path
         self._tied = dict(tied)
         self._files: Tensors = _opened(path)
+        self._folder = self._files if isinstance(self._files, DistributedFolder) else None
         self._buffers: set[str] = set()
         self._places = self._placed({name: name for name in self._files.shapes})
 
@@ -135,6 +136,14 @@ class WeightFiles:
                     f"{self.path} is of another model: '{name}' is {self.shape(f'buffer:{name}')} there and {shape} "
                     f"here. Build the model that was trained there."
                 )
+
+    def distributed(self) -> DistributedFolder | None:
+        """The folder of `torch.distributed.checkpoint`, if that is read."""
+        return self._folder
+
+    def places(self, name: str) -> list[str]:
+        """The names in the files of a parameter or buffer of the model; none if it is missing."""
+        return self._places.get(name, [])
 
     def holds(self, name: str) -> bool:
         """Whether a tensor in the files has this name."""

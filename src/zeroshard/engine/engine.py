@@ -520,21 +520,22 @@ class Engine:
         return extra
 
     @raises_budget_exceeded
-    def load_weights(self, path: str | Path | WeightSource) -> None:
+    def load_weights(self, path: str | Path | WeightSource, states: bool = False) -> None:
         """Start from given weights: a safetensors file, a folder of them as transformers writes it, or a checkpoint.
 
         A collective call; each rank reads only the parts that it keeps. Optimizer states stay as they are.
 
         Args:
             path: of the files; or a source of tensors under the model's names, such as `zs.from_pretrained` opens.
+            states: take the optimizer's states too, from a folder of `torch.distributed.checkpoint`; its options stay.
 
         Raises:
-            CheckpointError: no such files, or weights of another model.
+            CheckpointError: no such files, weights of another model, or no such states.
         """
         self.flush()
         self._savings.wait()
         self.world.agree(b"", "load weights")
-        self._state.load_weights(Path(path) if isinstance(path, str | PathLike) else path)
+        self._state.load_weights(Path(path) if isinstance(path, str | PathLike) else path, states)
         set_magnitudes(self.model, self._editing, self._assembly.magnitudes)
         self._take_over()
 

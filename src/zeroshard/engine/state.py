@@ -40,6 +40,7 @@ from zeroshard.comm.mesh import local_ranks
 from zeroshard.engine.build import Assembly
 from zeroshard.errors import CheckpointError, CheckpointWarning, DamagedError
 from zeroshard.memory.ledger import Ledger
+from zeroshard.optim.states.folder_states import FolderStates
 from zeroshard.optim.states.restoring import WAY_OUT, Saved, load_states
 from zeroshard.optim.states.whole_states import elements_of, merged_options, options_of, scalars_of, whole_pieces
 from zeroshard.parts.axes import Axes
@@ -159,13 +160,14 @@ class State:
             return None
         return base["source"] if isinstance(base, dict) and isinstance(base.get("source"), str) else None
 
-    def load_weights(self, path: Path | WeightSource) -> None:
+    def load_weights(self, path: Path | WeightSource, states: bool) -> None:
         """Load weights and buffers alone from safetensors files; a collective call, each rank reads its slices.
 
         Files of the base of a model with adapters leave the adapters as they are.
 
         Args:
             path: of the files; or a source whose names and shapes are those of the model.
+            states: load the optimizer's states too, from a folder of `torch.distributed.checkpoint`.
 
         Raises:
             CheckpointError: they are of another model.
@@ -187,7 +189,7 @@ class State:
             self._check_shapes(source, shapes)
             return BaseFiles(source, named)
 
-        self._take_weights(opened)
+        self._take_weights(opened, states)
         named = base_names(self._model) or str
         drawn = [name for name in self._shapes() if named(name) is None]
         report: LoadReport | None = getattr(path, "report", None)
@@ -217,7 +219,7 @@ class State:
         """The whole tensors of the model, to be taken out one by one; a collective call."""
         return WholeWeights(self._model, self._parts, self.buffers, self._tied, self._world, steps)
 
-    def _take_weights(self, opened: Callable[[], WeightSource]) -> None:
+    def _take_weights(self, opened: Callable[[], WeightSource], states: bool = False) -> None:
         """Load weights and buffers from opened files or tensors; an error of one rank is raised on all."""
         problem: CheckpointError | None = None
         try:
@@ -228,10 +230,30 @@ class State:
             for name, buffer in self.buffers.present():
                 if source.shape(f"buffer:{name}") is not None:
                     buffer.copy_(source.whole(f"buffer:{name}").view(buffer.shape))
+            if states:
+                self._take_states(source)
         except CheckpointError as error:
             problem = error
         self._refuse_on_all_ranks(problem)
         self._publish()
+
+    def _take_states(self, source: WeightSource) -> None:
+        """Load the optimizer's states of a folder of `torch.distributed.checkpoint`; the options stay this run's."""
+        folder = source.distributed() if isinstance(source, WeightFiles) else None
+        if folder is None or not isinstance(source, WeightFiles):
+            raise CheckpointError(
+                "load_weights(states=True) reads optimizer states of folders of torch.distributed.checkpoint alone. "
+                "Go on from a checkpoint with engine.load(path), or take weights alone with states=False."
+            )
+        optimizer, names = self._optimizer.optimizer, {name: source.places(name) for name in self._shapes()}
+        facts = {"class": type(optimizer).__name__, "groups": options_of(self._parts.all, optimizer)}
+        reader: Any = FolderStates(source.path, folder, names, facts)
+        saved = self._checked(reader)
+        for part in self._parts.all:
+            if part.gradients is not None:
+                with part.updater.at_hand(writes=True):
+                    load_states(part, reader, saved)
+        self._optimizer.account()
 
     def _refuse_on_all_ranks(self, problem: CheckpointError | None) -> None:
         """Raise one rank's error on all ranks."""
