@@ -13,7 +13,7 @@ from zeroshard.doctor.hardware import Machines
 from zeroshard.plan import Plan
 from zeroshard.planner.formulas import ModelBlock, ModelShape, StepSize, first_rows
 from zeroshard.planner.predict.predict import predict
-from zeroshard.planner.search.adapted import readapted
+from zeroshard.planner.search.adapted import trained_as
 from zeroshard.planner.search.search import search
 from zeroshard.planner.search.text import changes
 from zeroshard.train.family import gpt_task
@@ -58,8 +58,7 @@ def test_searches_give_the_same_answers_and_rehearsals_from_scratch_confirm_them
     for one in found.best[:2]:
         assert one.adapters or not changes(one)
         again, _ = described_task(options, machines.count)
-        again = readapted(again, one.adapters) if one.adapters else again
-        assert predict(again, one.plan, machines, one.batch).fits
+        assert predict(trained_as(again, one), one.plan, machines, one.batch).fits
 
 
 @pytest.mark.parametrize("settings", [{"zero": 0}, {"zero": 0, "recompute": "blocks"}, {"zero": 3}])

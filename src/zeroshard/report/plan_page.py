@@ -9,7 +9,7 @@ from markupsafe import Markup
 from zeroshard.errors import ReportError
 from zeroshard.memory.ledger import Event
 from zeroshard.planner.predict.result import Prediction
-from zeroshard.planner.search.text import MODES, TIME_MODES, categories, left_out, seconds, shares, short
+from zeroshard.planner.search.text import MODES, TIME_MODES, categories, found_by, left_out, seconds, shares, short
 from zeroshard.report.chart import Figure
 from zeroshard.report.memory_figure import hue, memory_figure, phases_figure
 from zeroshard.report.page import compose
@@ -127,13 +127,13 @@ def _memory(p: Prediction, held: list[str]) -> Table:
     highest = {c: max([p.memory.get(c, 0), *(event.nbytes.get(c, 0) for event in p.events)]) for c in held}
     rows = [Row(c, (_bytes(p.memory.get(c, 0)), _bytes(highest[c])), hue(i)) for i, c in enumerate(held) if highest[c]]
     whole = Row("All", (_bytes(p.peak_bytes), Cell("")))
-    note = f"How it was found ({p.mode}): {MODES[p.mode]}."
+    note = f"How it was found ({found_by(p.mode)}): {MODES[p.mode]}."
     return Table("Bytes on this rank", ("Category", "At the peak", "At its own highest"), tuple(rows), (whole,), note)
 
 
 def _time(p: Prediction) -> Table:
     ordered = {cause: p.causes[cause] for cause in shares(p)}
-    note = f"How it was found ({p.time_mode}): {TIME_MODES[p.time_mode]}."
+    note = f"How it was found ({found_by(p.time_mode)}): {TIME_MODES[p.time_mode]}."
     return _shared("Time of one step by cause", ("Cause", "Time", "Share"), ordered, lambda t: Cell(seconds(t)), note)
 
 
