@@ -1,7 +1,7 @@
 """The search: first estimates, what is said meanwhile, and what is never rehearsed."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -46,9 +46,8 @@ def job(rows: int = 16) -> TrainingTask:
     return TrainingTask(Layers, lambda rows: torch.ones(rows, WIDTH), torch.optim.Adam, rows)
 
 
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
-    """The plans that were rehearsed for the search itself."""
+def hear(patch: pytest.MonkeyPatch) -> list[Plan]:
+    """The plans that are rehearsed for the search itself from now on."""
     plans: list[Plan] = []
     predict = searching.predict
 
@@ -56,20 +55,53 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
         plans.append(plan)
         return predict(task, plan, *given, **more)
 
-    monkeypatch.setattr(searching, "predict", heard)
+    patch.setattr(searching, "predict", heard)
     return plans
 
 
-def test_first_estimates_come_before_any_plan_is_rehearsed_and_are_near(asked: list[Plan]) -> None:
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
+    """The plans that were rehearsed for the search itself."""
+    return hear(monkeypatch)
+
+
+@dataclass(frozen=True)
+class Search:
+    """One search, for several tests.
+
+    Attributes:
+        first: first estimates, and how many plans were rehearsed before them.
+        said: the lines of its progress.
+        asked: the plans that were rehearsed.
+    """
+
+    found: Found
+    first: list[tuple[Found, int]]
+    said: list[str]
+    asked: list[Plan]
+
+
+@pytest.fixture(scope="module")
+def searched() -> Search:
+    """The plans of the six layers on two devices."""
     shown: list[tuple[Found, int]] = []
-    found = search(job(), MACHINES, top=10, first=lambda first: shown.append((first, len(asked))))
-    ((first, before),) = shown
-    assert before == 0 and asked
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        plans = hear(patch)
+        first = lambda found: shown.append((found, len(plans)))  # noqa: E731
+        return Search(search(job(), MACHINES, top=10, first=first, say=said.append), shown, said, plans)
+
+
+def test_first_estimates_come_before_any_plan_is_rehearsed_and_are_near(searched: Search) -> None:
+    ((first, before),) = searched.first
+    assert before == 0 and searched.asked
     assert {p.mode for p in first.best} == {p.time_mode for p in first.best} == {"estimate"}
     assert {(p.plan.zero, p.plan.pipeline.stages) for p in first.best} == {(0, 1), (1, 1), (2, 1), (3, 1), (0, 2)}
     for one in first.best:
         last = next(
-            p for p in found.best if (p.plan.zero, p.plan.pipeline.stages) == (one.plan.zero, one.plan.pipeline.stages)
+            p
+            for p in searched.found.best
+            if (p.plan.zero, p.plan.pipeline.stages) == (one.plan.zero, one.plan.pipeline.stages)
         )
         assert one.peak_bytes == pytest.approx(last.peak_bytes, rel=0.3)
         assert one.seconds == pytest.approx(last.seconds, rel=0.5)
@@ -83,10 +115,8 @@ def test_plans_whose_states_alone_do_not_fit_are_never_rehearsed(asked: list[Pla
     assert any(refusal.plan.zero == 0 and "states alone" in refusal.why for refusal in found.refused)
 
 
-def test_it_says_how_many_plans_are_left_and_about_how_long() -> None:
-    heard: list[str] = []
-    search(job(), MACHINES, say=heard.append)
-    counted = [line for line in heard if " plans" in line]
+def test_it_says_how_many_plans_are_left_and_about_how_long(searched: Search) -> None:
+    counted = [line for line in searched.said if " plans" in line]
     assert counted[0].startswith("0/") and "left" not in counted[0]
     assert all(" s left: " in line for line in counted[1:])
     done, everything = (int(number) for number in counted[-1].split(" plans")[0].split("/"))
@@ -144,10 +174,10 @@ def test_only_plans_with_the_ranks_in_a_layer_that_are_asked_for(asked: list[Pla
         search(gpt(), machines, Plan(tensor_parallel=3))
 
 
-def test_a_model_that_cannot_be_split_is_refused_once_for_each_number_of_ranks() -> None:
-    found = search(job(), MACHINES)
-    refused = [refusal for refusal in found.refused if refusal.plan.tensor.ranks > 1]
-    assert [refusal.plan.tensor.ranks for refusal in refused] == [2] and refused == list(found.refused[-1:])
+def test_a_model_that_cannot_be_split_is_refused_once_for_each_number_of_ranks(searched: Search) -> None:
+    every = searched.found.refused
+    refused = [refusal for refusal in every if refusal.plan.tensor.ranks > 1]
+    assert [refusal.plan.tensor.ranks for refusal in refused] == [2] and refused == list(every[-1:])
 
 
 class Sparse(nn.Module):
