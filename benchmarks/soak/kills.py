@@ -27,10 +27,10 @@ def killed_ranks(folder: Path, quick: bool, kills: int | None = None) -> Counts:
     """F1: SIGKILL of any rank at any time, under all plans and in the main job: every line bit for bit the same."""
     if kills is not None:  # so many at least, first under the plans of the cover, without the main job
         places = -(-kills // KILLS)
-        rounds = max(1, -(-places // len(plans_job.ALL)))
-        names = [*plans_job.COVER, *plans_job.PLANS][: -(-places // rounds)]
+        rounds = max(1, -(-places // (len(plans_job.PLANS) + len(plans_job.cover()))))
+        names = [*plans_job.cover(), *plans_job.PLANS][: -(-places // rounds)]
         return {"plans": len(names), **_plans(folder / "plans", names, rounds)}
-    names = ["zero3", "2bw"] if quick else list(plans_job.ALL)
+    names = ["zero3", "2bw"] if quick else [*plans_job.PLANS, *plans_job.cover()]
     counts = _plans(folder / "plans", names, 1 if quick else 5)
     pipeline = ("--pipeline-parallel", "2", "--microbatches", "2", "--pipeline-parallel.balance", "parameters")
     for number, options in enumerate([()] if quick else [(), ("--zero", "3"), pipeline]):

@@ -2,7 +2,7 @@
 
     zeroshard run --nproc-per-node 2 -- tests/resilience/plans_job.py FOLDER KILLS SEED [PLAN ...]
 
-The plans are those of `PLANS`, and of `COVER` where they are named: the latter have every pair of values of zero,
+The plans are those of `PLANS`, and of `cover` where they are named: the latter have every pair of values of zero,
 offload, schedule, transport and precision that `Plan` allows.
 
 Under each plan the job is killed KILLS times (SIGKILL), at moments drawn from SEED: at the start, between and inside of
@@ -16,6 +16,7 @@ is left out by the next attempt; the one that was cut off goes on from its newes
 """
 
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -95,6 +96,7 @@ def pairs_of(values: dict[str, Any]) -> set[tuple[Any, ...]]:
     return set(itertools.combinations(values.items(), 2))
 
 
+@functools.cache
 def cover() -> dict[str, dict[str, Any]]:
     """Few plans in which each pair of values is that any plan may have; always the same."""
     every = allowed()
@@ -106,8 +108,10 @@ def cover() -> dict[str, dict[str, Any]]:
     return {f"pairs-{number:02}": options_of(values) for number, values in enumerate(chosen)}
 
 
-COVER = cover()
-ALL = {**PLANS, **COVER}
+def plan_of(name: str) -> tuple[int, dict[str, Any]]:
+    """The number of a plan among all, and its fields; a rank that starts looks for no cover without need."""
+    plans = PLANS if name in PLANS else {**PLANS, **cover()}
+    return list(plans).index(name), plans[name]
 
 
 class Block(nn.Module):
@@ -209,11 +213,12 @@ def check_all(folder: Path) -> None:
 def train(mesh: zs.Mesh, folder: Path, name: str, killer: Killer | None) -> None:
     """Train under one plan, from wherever it was cut off."""
     torch.manual_seed(0)
-    plan = zs.Plan.from_dict(ALL[name])
+    number, options = plan_of(name)
+    plan = zs.Plan.from_dict(options)
     adamw = partial(torch.optim.AdamW, lr=1e-2)
     engine = zs.Engine(Model(), adamw, plan, mesh=mesh, example=batch(0, 0, 4) if plan.pipelined else None)
     torch.manual_seed(1 + mesh.rank)  # dropout differs between ranks
-    begin = STRIDE * (1 + list(ALL).index(name))
+    begin = STRIDE * (1 + number)
     engine.steps = begin
     check_all(folder / "checkpoints" / name)
     checkpoints = zs.Checkpoints(engine, folder / "checkpoints" / name)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pool import Pool
-from resilience.plans_job import COVER, EVERY, LEAST, PLANS, STEPS, STRIDE, allowed, go, options_of, pairs_of
+from resilience.plans_job import EVERY, LEAST, PLANS, STEPS, STRIDE, allowed, cover, go, options_of, pairs_of
 
 from zeroshard.checkpoint import Reader, committed
 from zeroshard.comm.mesh import Mesh
@@ -35,11 +35,11 @@ def lines(folder: Path, name: str) -> dict[int, set[str]]:
 
 
 def test_the_cover_has_every_pair_that_a_plan_may_have() -> None:
-    every = allowed()
-    chosen = [values for values in every if options_of(values) in COVER.values()]
+    every, plans = allowed(), cover().values()
+    chosen = [values for values in every if options_of(values) in plans]
     assert set().union(*map(pairs_of, chosen)) == set().union(*map(pairs_of, every))
-    assert LEAST <= len(COVER) < len(every) / 3 and len(set(map(str, COVER.values()))) == len(COVER)
-    assert {Plan.from_dict(options).precision for options in COVER.values()} == {"fp32", "bf16", "fp16"}
+    assert LEAST <= len(plans) < len(every) / 3 and len(set(map(str, plans))) == len(plans)
+    assert {Plan.from_dict(options).precision for options in plans} == {"fp32", "bf16", "fp16"}
 
 
 def supervised(folder: Path, names: list[str]) -> subprocess.Popen[str]:
