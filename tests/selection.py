@@ -47,11 +47,10 @@ def selected(items: Iterable[pytest.Item]) -> set[pytest.Item]:
     kept: set[pytest.Item] = set()
     products: defaultdict[str, list[tuple[pytest.Item, Case]]] = defaultdict(list)
     for item in items:
-        case = _case_of(item)
         if item.get_closest_marker("whole"):
             continue
         several = POOLS.intersection(getattr(item, "fixturenames", ())) or item.get_closest_marker("thinned")
-        if len(case) > 1 and several:
+        if several and len(case := _case_of(item)) > 1:
             products[item.nodeid.partition("[")[0]].append((item, case))
         else:
             kept.add(item)
