@@ -84,3 +84,18 @@ def test_adapters_that_are_not_there_are_refused(tmp_path: Path) -> None:
         engine.export(tmp_path / "out", adapters="other")
     with pytest.raises(PlanError, match="two folders; export twice"):
         engine.export(tmp_path / "out", adapters=True, merge=True)
+
+
+def test_a_quantised_base_gives_its_adapter_and_no_sum(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    base("llama").save_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(r=2, task_type="CAUSAL_LM", **ADAPTERS["lora"][1])
+    trained = lambda ps: torch.optim.AdamW([p for p in ps if p.requires_grad])  # noqa: E731
+    engine = zs.from_pretrained(tmp_path / "base", trained, zs.Plan(), quantized="nf4", adapters=config)
+    with pytest.raises(PlanError, match=r"holds codes \(torch\.uint8\).*not quantised"):
+        engine.export(tmp_path / "merged", merge=True)
+    engine.export(tmp_path / "adapter", adapters=True)
+    again = peft.PeftModel.from_pretrained(base("llama"), tmp_path / "adapter").state_dict()
+    for name, value in engine.state_dict().items():
+        if "lora_" in name:
+            assert torch.equal(again[name], value), name

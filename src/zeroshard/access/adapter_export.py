@@ -122,6 +122,12 @@ class _Merging:
             parameter = f"{_inside(path, layer)}.{getattr(layer, 'parameter_name', None) or 'weight'}"
             self._layers.setdefault(parameter, []).insert(0, (path, layer))
             _check(path, layer, active)
+            codes = self._table.get(parameter)
+            if codes is not None and not codes.kept.is_floating_point:
+                raise PlanError(
+                    f"merge=True adds to floating-point weights, and '{parameter}' holds codes ({codes.kept}). Export "
+                    f"the adapter alone, with adapters=True, and merge it into a base that is not quantised."
+                )
 
     def read(self, slot: Slot) -> Tensor:
         """A tensor of the base, merged; a collective call."""
@@ -160,13 +166,13 @@ def _merged(layer: Any, adapter: str, values: Tensor, parameters: Mapping[str, A
     count = getattr(layer, "num_experts", None)
     if count is not None and values.dim() == 3:
         whole.num_experts = len(values)  # of all ranks
-    change = whole.get_delta_weight(adapter)
+    change: Tensor = whole.get_delta_weight(adapter)
     if "lora_magnitude_vector" not in parameters:
         return values + change
-    turned = (lambda x: x.T) if layer.fan_in_fan_out else (lambda x: x)
-    norms = layer.lora_magnitude_vector[adapter].get_weight_norm(values, turned(change), scaling=1)
-    factors = parameters["lora_magnitude_vector"][adapter].weight / norms
-    product: Tensor = turned(factors.view(-1, 1)) * (values + change)
+    across = change.T if layer.fan_in_fan_out else change
+    norms = layer.lora_magnitude_vector[adapter].get_weight_norm(values, across, scaling=1)
+    factors = (parameters["lora_magnitude_vector"][adapter].weight / norms).view(-1, 1)
+    product: Tensor = (factors.T if layer.fan_in_fan_out else factors) * (values + change)
     return product
 
 

@@ -88,9 +88,9 @@ class WatchedParameter(nn.Parameter):
         else:
             watcher.replace(self, values)
 
-    def set_(self, source: Any = None, *more: Any, **named: Any) -> Tensor:
+    def set_(self, source: Any = None, *geometry: Any, **named: Any) -> Tensor:
         """`Tensor.set_`; `nn.utils.parametrize` sets a parameter to itself, which is no write."""
-        return self if source is self else super().set_(source, *more, **named)
+        return self if source is self else super().set_(source, *geometry, **named)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
