@@ -48,7 +48,7 @@ def parity(ranks: int) -> Slice:
         question=f"Does every plan of docs/combines.md on {ranks} ranks agree with a run in one process?",
         script="gpu/parity.py",
         words=f"--ranks {ranks} --json KEPT",
-        toy=f"--ranks {ranks} --device cpu --alone --sample 12 --json KEPT",
+        toy=f"--ranks {ranks} --device cpu --alone --sample 40 --json KEPT",
         expected=60,
         cards=ranks,
     )
