@@ -7,7 +7,7 @@ from zeroshard.plan import Plan
 from zeroshard.planner.choices import choices_of
 from zeroshard.planner.predict.rehearse import Rehearsed, TrainingTask, highest_of
 from zeroshard.planner.predict.result import FETCHED, TEMPORARIES, Span
-from zeroshard.planner.predict.shallow import FEW, Stack, deepen
+from zeroshard.planner.predict.shallow import FEW, Stack, deepen, shallow, shallow_copies
 from zeroshard.schedule.simulate import TIMES, medians
 
 
@@ -144,6 +144,11 @@ def _part(numbers: Mapping[str, float], name: str) -> dict[str, float]:
 
 def _whole(numbers: Mapping[str, float]) -> dict[str, int]:
     return {name: round(value) for name, value in numbers.items()}
+
+
+def with_few_blocks(task: TrainingTask, depths: Mapping[str, int]) -> TrainingTask:
+    """The task of a model with its stacks cut to `depths`, for a rehearsal."""
+    return replace(task, build=(shallow if task.values else shallow_copies)(task.build, depths))
 
 
 FEW_RANKS = 3  # most ranks to rehearse: the two with the most bytes, and the next, which bounds all others

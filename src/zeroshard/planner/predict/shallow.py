@@ -7,14 +7,18 @@ give all others; tests compare them with the engine at full depth.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache, partial
 
 from torch import nn
 
 from zeroshard.errors import PlanError
 from zeroshard.moe.choice import mixtures_of
 from zeroshard.planner.predict.adapters import PackedLinear
+from zeroshard.planner.predict.copies import zeroed_copy
+from zeroshard.planner.predict.torch_internals import fakes
 
 FEW = 4  # blocks from which on every further one costs the same
+KEPT = 8  # models of different depths
 STACKS = (nn.ModuleList, nn.Sequential)
 
 
@@ -109,6 +113,25 @@ def deepen(
 def shallow(build: Callable[[], nn.Module], depths: Mapping[str, int]) -> Callable[[], nn.Module]:
     """A function that builds the model, with its stacks cut to `depths`."""
     return lambda: cut(build(), depths)
+
+
+def shallow_copies(build: Callable[[], nn.Module], depths: Mapping[str, int]) -> Callable[[], nn.Module]:
+    """The same without values: the whole model is built once for all calls, and its few blocks are copied in each."""
+    model = _built_once(build, tuple(depths.items()))
+    return shallow(build, depths) if model is None else partial(zeroed_copy, model)
+
+
+@lru_cache(maxsize=KEPT)
+def _built_once(build: Callable[[], nn.Module], depths: tuple[tuple[str, int], ...]) -> nn.Module | None:
+    """The model with few blocks; None where it cannot be copied."""
+    with fakes():
+        model = cut(build(), dict(depths))
+    try:
+        with fakes():
+            zeroed_copy(model)
+    except PlanError:
+        return None
+    return model
 
 
 def _alike(blocks: Sequence[nn.Module]) -> bool:

@@ -6,7 +6,14 @@ from dataclasses import replace
 from zeroshard.doctor.hardware import Machines
 from zeroshard.plan import Plan
 from zeroshard.planner.choices import choices_of, schedule_of
-from zeroshard.planner.predict.rank_costs import RankCosts, Times, largest_of, owner_ranks, rank_costs_of
+from zeroshard.planner.predict.rank_costs import (
+    RankCosts,
+    Times,
+    largest_of,
+    owner_ranks,
+    rank_costs_of,
+    with_few_blocks,
+)
 from zeroshard.planner.predict.rehearse import Rehearsed, TrainingTask, refuse_too_large, rehearse
 from zeroshard.planner.predict.shallow import FEW, Stack, probes, shallow
 from zeroshard.schedule.peaks import ALIKE
@@ -38,7 +45,7 @@ class Unstaged:
         deep = _deeper(plan, stacks or (), FEW + 1)
         seen: list[Rehearsed] = []
         for depths in probes(deep):
-            probe = replace(task, build=shallow(task.build, depths)) if deep else task
+            probe = with_few_blocks(task, depths) if deep else task
             seen.append(rehearse(probe, less, 0, machines.count, rows // m * few, machines))
         return [rank_costs_of(seen[-1], seen, deep, m - few)]
 

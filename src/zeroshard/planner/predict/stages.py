@@ -23,10 +23,11 @@ from zeroshard.planner.predict.rank_costs import (
     owner_ranks,
     rank_costs_from,
     rank_costs_of,
+    with_few_blocks,
 )
 from zeroshard.planner.predict.rehearse import Rehearsed, TrainingTask, message_bytes, refuse_too_large, rehearse
 from zeroshard.planner.predict.result import Span
-from zeroshard.planner.predict.shallow import Stack, deepen, shallow
+from zeroshard.planner.predict.shallow import Stack, deepen
 from zeroshard.schedule import Layout, PipelineSchedule
 from zeroshard.schedule.peaks import ALIKE, few_microbatches, in_flight
 from zeroshard.schedule.simulate import TIMES, Costs, Simulation, simulate
@@ -125,7 +126,7 @@ class _Job:
             path, starts = self.depths[0], [sum(blocks[:chunk]) for chunk in range(1, len(blocks))]
             settings["pipeline_parallel.split"] = tuple(f"{path}.{start}" for start in starts)
             settings["pipeline_parallel.stages"] = self.stages
-            task = replace(task, build=shallow(task.build, {path: sum(blocks)}))
+            task = with_few_blocks(task, {path: sum(blocks)})
             ranks = ranks // self.plan.pipeline.stages * self.stages
         plan = self.plan.with_settings(settings)
         rank = schedule_of(plan, ranks).layout.first_ranks[self.place] + self.owner

@@ -1,6 +1,5 @@
 """`Plan.auto`: the fastest plan for a model and a batch of a program, by one search for all ranks of a job."""
 
-import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -17,6 +16,7 @@ from zeroshard.errors import BatchError, CommError, PlanError, ZeroshardError
 from zeroshard.parts.settings import flat
 from zeroshard.plan import SEARCHED, Plan
 from zeroshard.planner.choices import choices_of
+from zeroshard.planner.predict.copies import zeroed_copy
 from zeroshard.planner.predict.rehearse import TrainingTask
 from zeroshard.planner.predict.result import Found, Refusal
 from zeroshard.planner.predict.torch_internals import is_fake
@@ -171,7 +171,7 @@ def task_of(model: nn.Module, batch: Any, optimizer: Any, ranks: int) -> Trainin
             f"the parameters."
         )
     return TrainingTask(
-        build=lambda: _zeroed_copy(model),
+        build=lambda: zeroed_copy(model),
         batch=lambda rows: tree_map(lambda leaf: _rows(leaf, rows), batch),
         optimizer=make,
         rows=sizes.pop() * ranks,
@@ -187,35 +187,6 @@ def _show_progress(mesh: Mesh, answer: dict[str, str]) -> None:
     """Write a message into the heartbeat, as progress of the rank."""
     if mesh.heartbeat is not None:
         mesh.heartbeat.phase(f"planning: {answer['text']}")
-
-
-def _zeroed_copy(model: nn.Module) -> nn.Module:
-    """A copy of the model with zeros for its tensors; under `fakes` they have no values and take no memory.
-
-    Raises:
-        PlanError: the model cannot be copied.
-    """
-    memo: dict[int, Any] = {}
-    for module in model.modules():
-        own = (*module._parameters.values(), *module._buffers.values(), *vars(module).values())
-        for tensor in (value for value in own if isinstance(value, torch.Tensor)):
-            memo[id(tensor)] = memo.get(id(tensor), _like(tensor))
-    try:
-        return copy.deepcopy(model, memo)
-    except Exception as error:
-        raise PlanError(
-            f"The model cannot be copied to be rehearsed ({type(error).__name__}: {error}); plan before it is "
-            f"compiled or wrapped, or give one that copy.deepcopy copies."
-        ) from error
-
-
-def _like(tensor: torch.Tensor) -> torch.Tensor:
-    zeros = torch.zeros(tensor.shape, dtype=tensor.dtype, device="meta" if tensor.is_meta else "cpu")
-    if not isinstance(tensor, nn.Parameter):
-        return zeros
-    parameter = nn.Parameter(zeros, requires_grad=tensor.requires_grad)
-    vars(parameter).update(vars(tensor))
-    return parameter
 
 
 def _rows(leaf: Any, rows: int) -> Any:

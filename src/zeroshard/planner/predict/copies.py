@@ -1,0 +1,39 @@
+"""Copies of models for rehearsals, where values do not matter."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroshard.errors import PlanError
+
+
+def zeroed_copy(model: nn.Module) -> nn.Module:
+    """A copy of the model with zeros for its tensors; under `fakes` they have no values and take no memory.
+
+    Raises:
+        PlanError: the model cannot be copied.
+    """
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        own = (*module._parameters.values(), *module._buffers.values(), *vars(module).values())
+        for tensor in (value for value in own if isinstance(value, torch.Tensor)):
+            memo[id(tensor)] = memo.get(id(tensor), _like(tensor))
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:
+        raise PlanError(
+            f"The model cannot be copied to be rehearsed ({type(error).__name__}: {error}); plan before it is "
+            f"compiled or wrapped, or give one that copy.deepcopy copies."
+        ) from error
+
+
+def _like(tensor: torch.Tensor) -> torch.Tensor:
+    zeros = torch.zeros(tensor.shape, dtype=tensor.dtype, device="meta" if tensor.is_meta else "cpu")
+    if not isinstance(tensor, nn.Parameter):
+        return zeros
+    parameter = nn.Parameter(zeros, requires_grad=tensor.requires_grad)
+    own = vars(parameter).keys()  # of a tensor without values its device
+    vars(parameter).update({name: value for name, value in vars(tensor).items() if name not in own})
+    return parameter
