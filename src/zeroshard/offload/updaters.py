@@ -147,7 +147,7 @@ class HostAdam(HostUpdater):
         self._host_slice.rebind = self._rebind
         self._rebind(None if self._host_slice.on_disk else self._host_slice.pages)
         self._lay_out()
-        self._sum.on_put = self._speculate
+        self._sum.follow = self._follow
 
     def update(self, gradients: Gradients, written: bytes, factor: float) -> None:
         """Enqueue the update; `HostUpdates.start` starts those of the step in the order of the forward."""
@@ -254,6 +254,13 @@ class HostAdam(HostUpdater):
         task = self._host_slice.update(pieces, self._sum.sum, factor, out, self._sum.arrived, weights_alone)
         source = self.values if out is None else out
         return HostUpdate(self.weights, self.unit, self.start, task, source, staging, placed, lender)
+
+    def _follow(self, added: bool) -> None:
+        """Speculate once a mean was added; drop the speculative update before its gradient changes otherwise."""
+        if added:
+            self._speculate()
+        else:
+            self._updates.speculation_counts.undone += self.forget()
 
     def _speculate(self) -> None:
         """Start to make the new weights, if the gradient is complete as expected ([Note: speculation])."""

@@ -57,7 +57,8 @@ class HostSum:
         adds: False: means are added on the host.
         apart: True: means are made outside of the gradient buffer.
         dtype: of the sum.
-        on_put: called when a mean was added, or will be by tasks in flight.
+        follow: called with True when a mean was added, or will be by tasks in flight; with False before the sum is
+            changed otherwise.
     """
 
     adds, apart = False, True
@@ -77,7 +78,7 @@ class HostSum:
         self._leaving: Task | None = None
         self._slot: torch.Tensor | None = None  # of the last mean that is added from it
         self._reader: Task | None = None
-        self.on_put: Callable[[], None] = lambda: None
+        self.follow: Callable[[bool], None] = lambda added: None
 
     @property
     def puts(self) -> int:
@@ -139,7 +140,7 @@ class HostSum:
             self._norm = norm_of(mean)
             task = self._link.copy(mean, self.sum, Purpose.GRADIENTS_DOWN, label, after, self._padding)
             self._tasks.append(task)
-            self.on_put()
+            self.follow(True)
             return task
         if self._slot is not None:  # its mean was added while the device computed the next
             self._empty()
@@ -155,7 +156,7 @@ class HostSum:
             self._link.run(add, UPDATE, f"sum of {label}", mean.nbytes, [task, *self._tasks[-1:], *after])
         )
         self._norm = None
-        self.on_put()
+        self.follow(True)
         return task
 
     def settle(self) -> torch.Tensor:
@@ -186,11 +187,12 @@ class HostSum:
             self._host.free(slab)
 
     def changed(self, filled: bool = False) -> None:
-        """Note a change of the sum that `settle` returned; earlier speculative updates count as wrong.
+        """Drop the speculative update, whose gradient changes now.
 
         Args:
             filled: from now on the sum holds gradients of other ranks.
         """
+        self.follow(False)
         self._norm = None
         self._puts += bool(self._puts) or filled
 

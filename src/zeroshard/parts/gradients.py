@@ -154,5 +154,6 @@ def edit_sum(gradients: Gradients, edit: Callable[[torch.Tensor], object], fille
         filled: from now on the sum holds gradients of other ranks, even if this rank has none.
     """
     total = gradients.settle()
-    edit(total.settle())
+    values = total.settle()
     total.changed(filled)
+    edit(values)

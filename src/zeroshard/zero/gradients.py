@@ -419,6 +419,7 @@ class BufferedGradients:
         """Zero the gradients of these parameters in this step, on this rank: in the buffer and in the sum."""
         self.reduction.finish()
         self.reduction.release()
+        self._sum.changed()
         start, stop = self._interval
         for entry in (self.flat.index.entries[number] for number in numbers):
             low, high = max(start, entry.offset), min(stop, entry.stop)
@@ -426,7 +427,6 @@ class BufferedGradients:
                 self.buffer.tensor[entry.offset : entry.stop].zero_()
             if low < high:
                 self._sum.clear(low - start, high - start)
-        self._sum.changed()
 
     def _writable(self) -> torch.Tensor:
         """The gradient buffer, once no reduction and no sum reads it."""
