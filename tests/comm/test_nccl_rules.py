@@ -15,6 +15,7 @@ from engine import golden
 from nccl_rules import Group, Launch, Record, hangs, judge, recording
 from pool import Pool
 from selection import by_default
+from verification.jobs import job
 
 import zeroshard as zs
 from zeroshard.comm import mesh as zeroshard_mesh
@@ -23,6 +24,7 @@ from zeroshard.comm.mesh import MessageGroups
 from zeroshard.errors import CommError, PlanError
 from zeroshard.memory import HostMemory
 from zeroshard.memory.ledger import Category, Ledger
+from zeroshard.verification.observe import observe
 
 SHARED = {"transport": "shared"}.items()  # which is for CPUs
 ON_GPUS = [name for name, case in golden.CASES.items() if case[0] > 1 and not case[3].items() >= SHARED]
@@ -46,6 +48,24 @@ def test_nccl_would_take_every_call_of_a_plan(pool: Pool, tmp_path: Any, name: s
     ranks, _, _, plan = golden.CASES[name]
     records = pool.run(trained, ranks, name, str(tmp_path))
     assert judge(records, zs.Plan.from_dict(plan).streams) == []
+
+
+VERIFIED: dict[str, dict[str, Any]] = {
+    "zero 3": {"zero": 3, "microbatches": 2},
+    "stages": {"pipeline_parallel": 2, "microbatches": 4},
+}
+
+
+def verified(mesh: zs.Mesh, plan: dict[str, Any]) -> Record:
+    """What a rank of `zeroshard verify` calls."""
+    with recording(mesh) as (own, recorder):
+        observe(own, job("Five", own.ranks, **plan))
+        return recorder.close()
+
+
+@pytest.mark.parametrize("name", VERIFIED)
+def test_nccl_would_take_every_call_of_a_verification(pool: Pool, name: str) -> None:
+    assert judge(pool.run(verified, 2, VERIFIED[name])) == []
 
 
 def counted(mesh: zs.Mesh, name: str, folder: str) -> tuple[int, int]:
