@@ -1,10 +1,13 @@
 """Plans drawn at random from the whole space: each is refused with the way out, or trains like the plain loop.
 
-    python benchmarks/random_plans.py [--count N] [--seed S] [--json [FILE]]
+    python benchmarks/random_plans.py [--count N] [--seed S] [--paper] [--json [FILE]]
 
 Case number S and the N - 1 after it are drawn and checked by `tests/engine/random_plans.py` and its neighbours, on the
 worker processes of the tests. A case that fails or hangs is counted, and the next one gets new workers. Each failed
 case is printed with its seed, which is enough to repeat it: `--seed SEED --count 1`.
+
+With `--paper` the cases run on a device of paper (tests/paper/) instead: none may have a finding, and all ranks must
+launch the operations of each communicator in one order; values are not compared.
 
 With `--json` figures and table are kept as FILE and beside it with the ending .md, by default
 benchmarks/results/random-plans-DATE.json. The exit status is 1 if a case failed.
@@ -18,7 +21,7 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -32,6 +35,8 @@ import torch  # noqa: E402
 from engine.random_plans import Case, draw  # noqa: E402
 from engine.random_runs import perform  # noqa: E402
 from engine.random_verdicts import Verdict, judge, refused  # noqa: E402
+from paper.random_runs import on_paper  # noqa: E402
+from paper.record import disagreements  # noqa: E402
 from pool import Pool  # noqa: E402
 from ranks import circumstances  # noqa: E402
 
@@ -55,7 +60,28 @@ def check(pool: Pool, case: Case) -> Verdict:
             return Verdict("failed", "", [words[-KEPT:] or type(error).__name__])
 
 
-def run(first: int, count: int) -> dict[str, Any]:
+def check_on_paper(pool: Pool, case: Case) -> Verdict:
+    """The verdict on a case on a device of paper."""
+    verdict = refused(case)
+    if verdict is not None:
+        return verdict
+    with tempfile.TemporaryDirectory(prefix="zeroshard-random-plans-") as folder:
+        try:
+            seen = pool.run(on_paper, case.ranks, case, folder)
+        except (AssertionError, OSError, EOFError) as error:
+            pool.stop()
+            return Verdict("failed", "", [str(error).replace(f"{ROOT}/", "")[-KEPT:] or type(error).__name__])
+    findings = [*dict.fromkeys(text for each in seen for text in each.findings)]
+    findings += map(str, disagreements([each.launches for each in seen]))
+    if findings:
+        return Verdict("failed", "", findings)
+    if len({each.refused for each in seen}) > 1:  # ranks waited for one that refused in a step
+        pool.stop()
+    reasons = [each.refused for each in seen if each.refused]
+    return Verdict("refused by the engine", reasons[0][:70]) if reasons else Verdict("ran without findings")
+
+
+def run(first: int, count: int, checked: Callable[[Pool, Case], Verdict] = check) -> dict[str, Any]:
     """Check cases `first` to `first + count - 1`; returns the figures to store."""
     pool, began = Pool(apart=0), time.monotonic()
     kinds: Counter[str] = Counter()
@@ -64,7 +90,7 @@ def run(first: int, count: int) -> dict[str, Any]:
     try:
         for seed in range(first, first + count):
             case = draw(seed)
-            verdict = check(pool, case)
+            verdict = checked(pool, case)
             kinds[f"{verdict.kind}, compared with {verdict.compared}" if verdict.compared else verdict.kind] += 1
             if verdict.kind.startswith("refused"):
                 reasons[f"{verdict.kind}: {verdict.reason}"] += 1
@@ -105,12 +131,14 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=100, help="how many cases")
     parser.add_argument("--seed", type=int, default=0, help="of the first; the others follow")
+    parser.add_argument("--paper", action="store_true", help="on a device of paper, without comparison of values")
     parser.add_argument("--json", nargs="?", const="", metavar="FILE", help="keep figures there, and a table beside")
     options = parser.parse_args(words)
     if options.count < 1 or options.seed < 0:
         parser.error("--count must be 1 or more, --seed 0 or more")
     if options.json == "":
-        options.json = str(RESULTS / f"random-plans-{datetime.now(UTC):%Y-%m-%d}.json")
+        kind = "random-plans-paper" if options.paper else "random-plans"
+        options.json = str(RESULTS / f"{kind}-{datetime.now(UTC):%Y-%m-%d}.json")
     return options
 
 
@@ -119,7 +147,7 @@ def main() -> int:
     options = parse()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", ".*None of the inputs have requires_grad.*")
-    kept = {**circumstances(), **run(options.seed, options.count)}
+    kept = {**circumstances(), **run(options.seed, options.count, check_on_paper if options.paper else check)}
     width = max(len(str(count)) for _, count in lines(kept))
     print(*(f"{count:{width}}  {name}" for name, count in lines(kept)), sep="\n")
     if options.json:

@@ -56,7 +56,7 @@ TOY = {  # words behind the name of each script; KEPT is a file for its figures
     "peers.py": "--sizes 1M --tokens 8 --precisions fp32 --rounds 1 --steps 1 --engines fsdp2,zero2-shared --json KEPT",
     "pipelines.py": "--rounds 1 --steps 2 --width 16 --tokens 8 --layers 2 --microbatches 2 --json KEPT",
     "predictions.py": "--part times --part fits --toy --first 1 --rounds 1 --steps 1 --plans 1 --json KEPT",
-    "paper_mutations.py": "--rooms checkpoint --most 1",
+    "paper_mutations.py": "--files checkpoint --plans users",
     "random_plans.py": "--count 2 --json KEPT",
     "recompute.py": "--layers 2 --width 16 --rows 1 --context 8 --steps 2 --json KEPT",
     "recompute_auto.py": "--layers 2 --width 16 --rows 1 --context 8 --steps 2 --budgets 1 --json KEPT",

@@ -5,6 +5,7 @@ current stream wait, and not the host. Two ranks' messages have a communicator o
 torch, and NCCL matches them by order alone. Tensors of the host go through gloo, whose `wait` makes the host wait.
 """
 
+import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +50,7 @@ class HostWork(dist.Work):
     def is_completed(self) -> bool:
         """Whether it has ended."""
         ended = bool(self._work.is_completed())
-        if ended:
+        if ended and sys._getframe(1).f_code.co_name != "__del__":  # a finalizer orders nothing
             self._paper.join_host(self._clock)
         return ended
 
@@ -90,6 +91,8 @@ def _recording(paper: "Paper", name: str, written: int | None, read: int | None)
             work = function(*args, **kw)
         if work is None:
             return None
+        if paper.at_once and name not in ("isend", "irecv"):
+            work.wait()
         if not any(paper.is_on_device(tensor) for tensor, _ in uses):
             return _on_host(paper, name, work, uses)
         communicator, launch = _communicator(name, kw, uses[0][0])

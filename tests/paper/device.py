@@ -110,14 +110,17 @@ class Stream:
 class Paper:
     """The device of one rank, from `with` to its end.
 
+    Args:
+        at_once: collectives, but for messages, have their values as soon as they are launched.
+
     Attributes:
         record: what happened.
         threads: that were started; they must end before it does.
         launchers: of each communicator's last operation, the thread, the launch's number, and its text.
     """
 
-    def __init__(self) -> None:
-        self.record = Record()
+    def __init__(self, at_once: bool = False) -> None:
+        self.record, self.at_once = Record(), at_once
         self.threads: list[threading.Thread] = []
         self.launchers: dict[str, tuple[str, int, str]] = {}
         self._blocks: dict[int, Block] = {}  # by storage
@@ -147,7 +150,8 @@ class Paper:
         try:
             for thread in self.threads:
                 thread.join(LAST if kind is None else 0)
-                assert kind is not None or not thread.is_alive(), f"{thread.name} goes on: drop its engine first"
+                ended = kind is not None or self.record.findings or not thread.is_alive()
+                assert ended, f"{thread.name} goes on: drop its engine first"
         finally:
             self._stack.close()
             self._references.clear()

@@ -88,5 +88,31 @@ FOUR: dict[str, Settings] = {
         "microbatches": 2,
     },
 }
+# Beside the plan: what a user or a model does, without which waits of some lines would order nothing.
+ALONE |= {
+    "by hand, clipped by value": {"offload": "optimizer", "BY_HAND": True},
+    "a block left out, bf16": {"offload": "optimizer", "precision": "bf16", "LEFT_OUT": True},
+    "skipped step": {
+        "offload": "optimizer",
+        "precision": "fp16",
+        "loss_scale": 128.0,
+        "microbatches": 2,
+        "SPIKE": True,
+    },
+    "model that outlives its engine": {"offload": "optimizer", "OUTLIVES": True},
+}
+TWO |= {
+    "messages as large as tied weights": _staged("1f1b", microbatches=2),
+    "tensor parallel, loss in chunks": {"tensor_parallel": 2, "loss_chunk": 32},
+    "inputs of blocks divided": {
+        "tensor_parallel": 2,
+        "tensor_parallel.sequence": False,
+        "recompute": "blocks",
+        "activations.partition": True,
+    },
+    "tensor parallel, muon": {"tensor_parallel": 2, "zero": 1, "OPTIMIZER": "Muon"},
+    "tensor parallel, adafactor": {"tensor_parallel": 2, "OPTIMIZER": "Adafactor"},
+    "stages, experts, blocks": _staged("1f1b", EXPERTS=True, recompute="blocks"),
+}
 RANKS = {**dict.fromkeys(ALONE, 1), **dict.fromkeys(TWO, 2), **dict.fromkeys(FOUR, 4)}
 PLANS = {**ALONE, **TWO, **FOUR}

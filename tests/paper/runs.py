@@ -59,12 +59,12 @@ def batch(step: int, rank: int = 0, ranks: int = 1) -> tuple[Tensor, Tensor]:
     return own[:, :-1].contiguous(), own[:, 1:].contiguous()
 
 
-def run(mesh: zs.Mesh, settings: Settings) -> Seen:
-    """Train under a plan, with what the settings in capitals name beside the steps."""
+def run(mesh: zs.Mesh, settings: Settings, at_once: bool = False) -> Seen:
+    """Train under a plan, with what the settings in capitals name beside the steps; `at_once` as of `Paper`."""
     gc.collect()
     folder = tempfile.TemporaryDirectory(prefix="zeroshard-paper-")
     small = patch.object(ActivationStore.__init__, "__defaults__", (SMALLEST, 2))
-    with folder, small, Paper() as paper:
+    with folder, small, Paper(at_once) as paper:
         waits: list[Counter[tuple[str, str]]] = []
         losses = _train(replace(mesh, device=DEVICE), settings, Path(folder.name), paper, waits)
     record = paper.record
@@ -76,27 +76,73 @@ def _train(
     mesh: zs.Mesh, settings: Settings, folder: Path, paper: Paper, waits: list[Counter[tuple[str, str]]]
 ) -> list[float]:
     fields = {name: str(folder / "disk") if value == DISK else value for name, value in settings.items()}
-    beside = {name for name in fields if name.isupper()}
-    plan = zs.Plan.from_dict({name: value for name, value in fields.items() if name not in beside})
+    beside = {name: fields.pop(name) for name in settings if name.isupper()}
+    plan = zs.Plan.from_dict(fields)
     experts, pipelined = "EXPERTS" in beside or plan.experts.ranks > 1, plan.pipelined
     made = model(experts, 4 if pipelined else 2)
-    machines = (
-        patch.object(technique, "machine", lambda: [str(mesh.rank // 2)]) if "MACHINES" in beside else nullcontext()
-    )
-    with machines:
-        optimizer = partial(torch.optim.AdamW, lr=1e-3)
-        engine = zs.Engine(made, optimizer, plan, mesh=mesh, example=batch(0) if pipelined else None)
+    made = LeavingOut(made) if "LEFT_OUT" in beside else made
+    kind = beside.get("OPTIMIZER")
+    optimizer = partial(getattr(zs.optim, kind) if kind else torch.optim.AdamW, lr=1e-3)
+    machines = patch.object(technique, "machine", lambda: [str(mesh.rank // 2)])
+    loss = Spiked() if "SPIKE" in beside else None
+    with machines if "MACHINES" in beside else nullcontext():
+        example = batch(0) if pipelined else None
+        engine = zs.Engine(made, optimizer, plan, mesh=mesh, example=example, loss=loss)
         losses = []
         for step in range(STEPS):
             rows = batch(step, engine.data_rank, engine.data_ranks)
             before = paper.record.synchronisations.copy()
-            result = engine.train_step(rows)
+            result = by_hand(engine, rows) if step and "BY_HAND" in beside else engine.train_step(rows)
             waits.append(paper.record.synchronisations - before)
             losses.append(result.loss.item() if result.loss is not None else float("nan"))
             if step < STEPS - 1:
-                _between(engine, beside, folder, step)
-        engine.flush()
+                _between(engine, set(beside), folder, step)
+        if "OUTLIVES" in beside:
+            left = list(made.parameters())
+            del engine, result, made
+            gc.collect()
+            assert all(bool(p.isfinite().all()) for p in left)
+        else:
+            engine.flush()
     return losses
+
+
+class LeavingOut(nn.Module):
+    """Leaves the last block out in every second forward."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.forwards = inner, 0
+
+    def forward(self, *rows: Tensor) -> Tensor:
+        """The loss."""
+        self.forwards += 1
+        left_out: Any = nullcontext()
+        if self.forwards % 2 == 0:
+            left_out = patch.object(self.inner.blocks[-1], "forward", lambda x, *more: x)
+        with left_out:
+            return self.inner(*rows)
+
+
+class Spiked:
+    """A loss that is no number in the last microbatch of step 1."""
+
+    def __init__(self) -> None:
+        self.parts = 0
+
+    def __call__(self, loss: Tensor, rows: object) -> Tensor:
+        """Of two microbatches each step."""
+        self.parts += 1
+        return loss * float("nan") if self.parts == 4 else loss
+
+
+def by_hand(engine: zs.Engine, rows: tuple[Tensor, Tensor]) -> Any:
+    """A step without one parameter's gradient, and with the others clipped by value."""
+    loss = engine(*rows)
+    engine.backward(loss)
+    next(iter(engine.model.parameters())).grad = None
+    engine.clip_grad_value(1e-2)
+    return replace(engine.step(), loss=loss.detach())
 
 
 def _between(engine: zs.Engine, beside: set[str], folder: Path, step: int) -> None:

@@ -69,6 +69,16 @@ WAITS: dict[str, tuple[int, ...]] = {
     "experts on two machines": (7, 4, 4, 4),
     "stages and tensor parallel": (2, 2, 3, 3),
     "stages and tensor parallel, whole sequences": (2, 2, 3, 3),
+    "by hand, clipped by value": (6,),
+    "a block left out, bf16": (4,),
+    "skipped step": (2,),
+    "model that outlives its engine": (4,),
+    "messages as large as tied weights": (2, 3),
+    "tensor parallel, loss in chunks": (2, 2),
+    "inputs of blocks divided": (2, 2),
+    "tensor parallel, muon": (2, 2),
+    "tensor parallel, adafactor": (2, 2),
+    "stages, experts, blocks": (57, 18),
 }
 
 

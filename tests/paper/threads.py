@@ -1,4 +1,4 @@
-"""The order of threads of the host: starts, ends, events, queues, tasks and futures, each of which carries a clock."""
+"""The order of threads of the host: starts, ends, events, queues, tasks, futures and pools, each with a clock."""
 
 import concurrent.futures
 import itertools
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from paper.record import Clock
 
 from zeroshard.memory import transfers
+from zeroshard.memory.host import HostMemory
 from zeroshard.memory.transfers import Task
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ def replaced(paper: "Paper") -> list[tuple[Any, str, Any]]:
         (transfers, "SimpleQueue", _queue_of(paper)),
         (Task, "done", _Done(paper, Task.done)),
         *_of_futures(send, receive),
+        *_of_pools(send, receive),
     ]
 
 
@@ -125,6 +127,22 @@ def _of_futures(send: Any, receive: Any) -> list[tuple[Any, str, Any]]:
         return found
 
     return [(future, "set_result", is_set), (future, "result", asked)]
+
+
+def _of_pools(send: Any, receive: Any) -> list[tuple[Any, str, Any]]:
+    """A pool's lock lies between the thread that returns memory and the one that borrows it next."""
+    borrow, give_back = HostMemory.borrow, HostMemory.give_back
+
+    def borrowed(pool: HostMemory, *args: Any, **kw: Any) -> Any:
+        found = borrow(pool, *args, **kw)
+        receive(pool)
+        return found
+
+    def given_back(pool: HostMemory, tensor: Any) -> None:
+        send(pool)
+        give_back(pool, tensor)
+
+    return [(HostMemory, "borrow", borrowed), (HostMemory, "give_back", given_back)]
 
 
 def _queue_of(paper: "Paper") -> Any:
