@@ -112,7 +112,11 @@ TWO |= {
     },
     "tensor parallel, muon": {"tensor_parallel": 2, "zero": 1, "OPTIMIZER": "Muon"},
     "tensor parallel, adafactor": {"tensor_parallel": 2, "OPTIMIZER": "Adafactor"},
+    "under a profiler": {"zero": 1, "PROFILED": True},
+    "experts with buffers": {"expert_parallel": 2, "COUNTING": True},
+    "losses over the global batch": {"zero": 2, "EXPERTS": True, "GLOBAL": True},
     "stages, experts, blocks": _staged("1f1b", EXPERTS=True, recompute="blocks"),
 }
+FOUR |= {"adafactor of cut matrices": {"zero": 2, "OPTIMIZER": "Adafactor"}}
 RANKS = {**dict.fromkeys(ALONE, 1), **dict.fromkeys(TWO, 2), **dict.fromkeys(FOUR, 4)}
 PLANS = {**ALONE, **TWO, **FOUR}

@@ -15,8 +15,10 @@ import torch
 from paper.device import DEVICE, Paper
 from plans import DISK
 from torch import Tensor, nn
+from torch.autograd import profiler
 
 import zeroshard as zs
+from zeroshard.moe import Losses, Router
 from zeroshard.moe.exchange import technique
 from zeroshard.saved.offload import ActivationStore
 from zeroshard.train.gpt import GPT, GPTConfig
@@ -80,12 +82,17 @@ def _train(
     plan = zs.Plan.from_dict(fields)
     experts, pipelined = "EXPERTS" in beside or plan.experts.ranks > 1, plan.pipelined
     made = model(experts, 4 if pipelined else 2)
+    if "COUNTING" in beside:
+        made.blocks[1].mlp = zs.moe.MoE(16, 16, 4, router="mixtral", expert=Counting)
+    for router in (m for m in made.modules() if isinstance(m, Router) and "GLOBAL" in beside):
+        router.gating = replace(router.gating, losses=Losses(balance=0.01, scope="global"))
     made = LeavingOut(made) if "LEFT_OUT" in beside else made
     kind = beside.get("OPTIMIZER")
     optimizer = partial(getattr(zs.optim, kind) if kind else torch.optim.AdamW, lr=1e-3)
     machines = patch.object(technique, "machine", lambda: [str(mesh.rank // 2)])
     loss = Spiked() if "SPIKE" in beside else None
-    with machines if "MACHINES" in beside else nullcontext():
+    profiled = patch.object(profiler, "_is_profiler_enabled", "PROFILED" in beside)
+    with machines if "MACHINES" in beside else nullcontext(), profiled:
         example = batch(0) if pipelined else None
         engine = zs.Engine(made, optimizer, plan, mesh=mesh, example=example, loss=loss)
         losses = []
@@ -105,6 +112,20 @@ def _train(
         else:
             engine.flush()
     return losses
+
+
+class Counting(nn.Module):
+    """An expert that counts its rows in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+        self.register_buffer("rows", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[r, D] -> [r, D]."""
+        self.rows += len(x)
+        return torch.tanh(self.inner(x))
 
 
 class LeavingOut(nn.Module):

@@ -79,6 +79,10 @@ WAITS: dict[str, tuple[int, ...]] = {
     "tensor parallel, muon": (2, 2),
     "tensor parallel, adafactor": (2, 2),
     "stages, experts, blocks": (57, 18),
+    "under a profiler": (1, 1),
+    "experts with buffers": (7, 4),
+    "losses over the global batch": (7, 4),
+    "adafactor of cut matrices": (1, 1, 1, 1),
 }
 
 
