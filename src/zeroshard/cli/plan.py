@@ -76,8 +76,16 @@ def run_plan(options: PlanOptions, machines: Machines | None) -> None:
     task, base = described_task(options, machines.count)
     title = f"{task.name}, {task.rows} rows of {task.sequence} tokens per step, on {machines}"
     with _status() as say:
-        asked = (task, machines, base, options.top, say, options.offload)
-        found = search_once(*asked, first=partial(_print_estimates, title), fresh=options.fresh)
+        found = search_once(
+            task,
+            machines,
+            base,
+            options.top,
+            say,
+            options.offload,
+            first=partial(_print_estimates, title),
+            fresh=options.fresh,
+        )
         if options.explain is not None:
             found = _with_events(found, options.explain, task, machines)
     files = _write_plans(options, found, task)
