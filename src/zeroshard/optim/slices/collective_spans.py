@@ -141,7 +141,10 @@ class RowSpans(CollectiveSpans):
         message.view(ranks, -1).copy_(torch.cat([each.part.reshape(-1) for each in reductions]))
         each_rank = [sum(sizes)] * ranks
         self._comm.all_to_all(arrived, message, each_rank, each_rank, Purpose.ASK_FOR_ROWS, self._label).wait()
-        columns = arrived.view(ranks, -1).to(reductions[0].part.device).split(sizes, 1)
+        device = reductions[0].part.device
+        if self._shares.device != device:  # where the rows were when they were added
+            self._shares = self._shares.to(device)
+        columns = arrived.view(ranks, -1).to(device).split(sizes, 1)
         found = [each.total(parts, self._shares) for each, parts in zip(reductions, columns, strict=True)]
         self._arena.give(arrived)
         self._arena.give(message)
