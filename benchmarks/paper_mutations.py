@@ -37,10 +37,11 @@ PLANS_TRIED = (  # in this order, those that reach a wait
     "groups of two", "tensor parallel, muon", "tensor parallel, adafactor", "tensor parallel, loss in chunks",
     "inputs of blocks divided", "tensor parallel, zero 3, selective", "gpipe", "interleaved", "2bw",
     "stages, arena", "messages as large as tied weights", "experts, zero 3",
-    "experts on two machines", "stages and tensor parallel, whole sequences",
+    "experts on two machines", "stages and tensor parallel, whole sequences", "a copy after a copy",
+    "under a profiler", "experts with buffers", "losses over the global batch", "adafactor of cut matrices",
 )  # fmt: skip
 NO_DEVICE: dict[str, str] = {  # by the beginning of a file's path: no tensor of a device depends on these
-    "doctor/": "ends an interval that is measured",
+    "doctor/": "of a measurement",
     "train/forecast.py": "ends an interval that is measured",
     "pipeline/partition/measure.py": "ends an interval that is measured",
     "recompute/auto/forwards.py": "ends an interval that is measured",
@@ -65,17 +66,9 @@ NO_DEVICE_IN: dict[tuple[str, str], str] = {  # the same, by file and the beginn
     ("engine/state.py", "State.save"): "for files that a thread writes",
 }
 REASONS: dict[tuple[str, str], str] = {  # of those that no plan reports, in the same way
-    (
-        "memory/transfers.py",
-        "_carry_out: stream.wait_event(before",
-    ): "of gradients that go where new weights come from, for which the forward has waited before; unproven",
     ("parts/weights.py", "Weights.__del__"): "parameters that outlive their engine wait before they are read; unproven",
-    ("moe/exchange/exchange.py", "ExpertBuffers.share"): "of experts with buffers, which no plan here has",
-    ("moe/routing/statistics.py", "_Sum.__call__"): "of losses over the global batch, which no router here has",
-    ("optim/slices/collective_spans.py", "RowSpans._reduce"): "of matrices that slices cut; none is so large here",
     ("pipeline/run/messages.py", "Messages._drop"): "an operation left unfinished keeps its tensor; of tied weights' "
     "buffers, which the next message of the same ranks covers here; unproven",
-    ("comm/pending.py", "Pending.wait: self._comm.wait"): "the wait of the other branch, under a profiler of torch",
 }
 
 

@@ -99,6 +99,7 @@ ALONE |= {
         "microbatches": 2,
         "SPIKE": True,
     },
+    "a copy after a copy": {"COPIES": True},
     "model that outlives its engine": {"offload": "optimizer", "OUTLIVES": True},
 }
 TWO |= {
@@ -117,6 +118,6 @@ TWO |= {
     "losses over the global batch": {"zero": 2, "EXPERTS": True, "GLOBAL": True},
     "stages, experts, blocks": _staged("1f1b", EXPERTS=True, recompute="blocks"),
 }
-FOUR |= {"adafactor of cut matrices": {"zero": 2, "OPTIMIZER": "Adafactor"}}
+FOUR |= {"adafactor of cut matrices": {"zero": 2, "OPTIMIZER": "Adafactor", "CUT": True}}
 RANKS = {**dict.fromkeys(ALONE, 1), **dict.fromkeys(TWO, 2), **dict.fromkeys(FOUR, 4)}
 PLANS = {**ALONE, **TWO, **FOUR}

@@ -18,9 +18,13 @@ from torch import Tensor, nn
 from torch.autograd import profiler
 
 import zeroshard as zs
+from zeroshard.memory.transfers import ThreadRunner, Transfers
 from zeroshard.moe import Losses, Router
 from zeroshard.moe.exchange import technique
+from zeroshard.optim.slices import owners
+from zeroshard.platform import accelerator
 from zeroshard.saved.offload import ActivationStore
+from zeroshard.traffic import Purpose
 from zeroshard.train.gpt import GPT, GPTConfig
 
 SMALLEST = 64  # bytes of activations that are sent to the host, of a model far smaller than those that it is for
@@ -92,7 +96,8 @@ def _train(
     machines = patch.object(technique, "machine", lambda: [str(mesh.rank // 2)])
     loss = Spiked() if "SPIKE" in beside else None
     profiled = patch.object(profiler, "_is_profiler_enabled", "PROFILED" in beside)
-    with machines if "MACHINES" in beside else nullcontext(), profiled:
+    cut = patch.multiple(owners, LEAST=100, UNEVEN=0.0) if "CUT" in beside else nullcontext()
+    with machines if "MACHINES" in beside else nullcontext(), profiled, cut:
         example = batch(0) if pipelined else None
         engine = zs.Engine(made, optimizer, plan, mesh=mesh, example=example, loss=loss)
         losses = []
@@ -166,6 +171,15 @@ def by_hand(engine: zs.Engine, rows: tuple[Tensor, Tensor]) -> Any:
     return replace(engine.step(), loss=loss.detach())
 
 
+def copy_there_and_back() -> None:
+    """Copies of one link, the second of what the first brings."""
+    link = Transfers(ThreadRunner(DEVICE, 10.0))
+    there, values = accelerator.page_locked(ROWS, torch.float32, DEVICE), torch.ones(ROWS, device=DEVICE)
+    down = link.copy(values, there, Purpose.GRADIENTS_DOWN, "a gradient")
+    link.copy(there, values, Purpose.PARAMETERS_UP, "new weights", [down]).wait()
+    assert float(values.sum()) == ROWS
+
+
 def _between(engine: zs.Engine, beside: set[str], folder: Path, step: int) -> None:
     if "SAVE" in beside:
         engine.save(folder / f"step-{step}")
@@ -177,5 +191,7 @@ def _between(engine: zs.Engine, beside: set[str], folder: Path, step: int) -> No
         with torch.no_grad():
             engine(*batch(step + 100, engine.data_rank, engine.data_ranks))
         engine.train()
+    if "COPIES" in beside:
+        copy_there_and_back()
     if "STATE" in beside:
         engine.state_dict()

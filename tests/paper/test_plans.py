@@ -72,6 +72,7 @@ WAITS: dict[str, tuple[int, ...]] = {
     "by hand, clipped by value": (6,),
     "a block left out, bf16": (4,),
     "skipped step": (2,),
+    "a copy after a copy": (1,),
     "model that outlives its engine": (4,),
     "messages as large as tied weights": (2, 3),
     "tensor parallel, loss in chunks": (2, 2),
