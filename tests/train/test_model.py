@@ -9,7 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from zeroshard.engine import Engine
 from zeroshard.errors import ModelError
+from zeroshard.moe.policy import Mixture
 from zeroshard.train.gpt import GPT
 from zeroshard.train.model import build_model
 from zeroshard.train.sizes import SIZES
@@ -130,3 +132,20 @@ def test_what_is_no_causal_language_model_is_refused(tmp_path: Path, config: dic
     pytest.importorskip("transformers")
     with pytest.raises(ModelError, match=r"cannot build a causal language model from .*config\.json"):
         build_model(folder(tmp_path, config), vocabulary=256, context=32)
+
+
+def test_a_folder_with_weights_gives_a_pretrained_model(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    given = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA))
+    given.save_pretrained(tmp_path)
+    assert build_model(str(tmp_path), 256, 32).values is None
+    assert build_model(str(tmp_path / "config.json"), 256, 32, pretrained=True).values is None
+    with pytest.raises(ModelError, match=r"experts=2 were asked for.* --no-pretrained"):
+        build_model(str(tmp_path), 256, 32, mixture=Mixture(experts=2), pretrained=True)
+    built = build_model(str(tmp_path), 256, 32, pretrained=True)
+    assert all(parameter.is_meta for parameter in built.module.parameters()) and built.values is not None
+    engine = Engine(built.module, lambda ps: torch.optim.SGD(ps, lr=0.1), initialise=built.values)
+    engine.load_weights(built.values)
+    tokens = torch.randint(256, (2, 32))
+    assert torch.equal(built.logits(engine, tokens), given(input_ids=tokens).logits)

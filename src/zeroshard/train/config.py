@@ -50,6 +50,8 @@ class TrainConfig:
     model: str = "tiny"
     """A built-in size (tiny, small, medium, gpt2, gpt2-xl), a Hugging Face folder or config.json (extra: hf), or code
     of your own: mine.py, mine.py:Net or package.module:function."""
+    pretrained: bool = True
+    """Start from the safetensors files in the folder of a Hugging Face model, where it has them."""
     data: tuple[Path, ...] = ()
     """Text files or folders; by default the running interpreter's standard-library source."""
     tokenizer: str = "bytes"

@@ -152,7 +152,7 @@ def _lock(path: Path, mesh: Mesh) -> None:
 def _identity(config: TrainConfig) -> dict[str, Any]:
     """The options by which a later start recognises a run as its own."""
     data = [str(path.resolve()) for path in config.data]
-    names = ("model", "tokenizer", "sequence", "optimizer")
+    names = ("model", "pretrained", "tokenizer", "sequence", "optimizer")
     return {"data": data, "seed": config.plan.seed, **{name: getattr(config, name) for name in names}}
 
 
@@ -169,7 +169,7 @@ def unfinished(config: TrainConfig) -> Path | None:
         return None
     for path in sorted(config.out.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True):
         try:
-            kept = json.loads((path / SAME).read_text())
+            kept = {"pretrained": True, **json.loads((path / SAME).read_text())}
         except (OSError, ValueError):
             continue
         mine = {"job": kept.get("job") if automatic else job(), **_identity(config)}

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.errors import ModelError
+from zeroshard.interop.huggingface.loading import build
+from zeroshard.interop.huggingface.pretrained import PretrainedValues
 from zeroshard.moe.policy import Mixture
 from zeroshard.train.gpt import GPT
 from zeroshard.train.named_models import Code, model_named
@@ -21,16 +23,18 @@ from zeroshard.train.sizes import SIZES
 
 @dataclasses.dataclass(frozen=True)
 class BuiltModel:
-    """A model to train from scratch, with the calls that return its loss or its logits."""
+    """A model to train, with the calls that return its loss or its logits."""
 
     module: nn.Module
-    """On the meta device when built-in; on the CPU, with its values drawn, when from Hugging Face."""
+    """On the meta device when built-in or pretrained; on the CPU, with its values drawn, when from a configuration."""
     name: str
     """As the user named it."""
     parameters: int
     """Number of distinct parameters (a tied weight counts once)."""
     hugging_face: bool
     """Whether the module has the arguments and outputs of a transformers model."""
+    values: PretrainedValues | None = None
+    """The pretrained values of a module on the meta device."""
 
     def batch(self, tokens: Tensor) -> dict[str, Tensor]:
         """The model's arguments, loss included, for `tokens` [B, T + 1].
@@ -58,20 +62,25 @@ class BuiltModel:
 
 
 def build_model(
-    spec: str, vocabulary: int, context: int, dropout: float = 0.0, mixture: Mixture | None = None
+    spec: str,
+    vocabulary: int,
+    context: int,
+    dropout: float = 0.0,
+    mixture: Mixture | None = None,
+    pretrained: bool = False,
 ) -> BuiltModel:
     """The model `spec` names: a size, a Hugging Face `config.json` or its folder, or a class or function of the user.
 
     A built-in size takes the `context` and `dropout` asked for, and as many tokens as it or the tokenizer has,
-    whichever is more. A Hugging Face model is the unmodified class of the configuration, trained from scratch:
-    weights beside the configuration are not read, nor is the network. Its values come from torch's global
-    generator, so seed it equally on every rank; so do those of a model of the user's code, which has the arguments of
-    the built-in model (tokens, targets) or those of transformers (input_ids, labels), and returns a loss. Mixtures of
-    experts replace feed-forward layers where they are asked for.
+    whichever is more. A Hugging Face model is the unmodified class of the configuration; the network is not read. It
+    has the values of the safetensors files in the folder, if there are any and they are asked for. Otherwise its values
+    come from torch's global generator, so seed it equally on every rank; so do those of a model of the user's code,
+    which has the arguments of the built-in model (tokens, targets) or those of transformers (input_ids, labels), and
+    returns a loss. Mixtures of experts replace feed-forward layers where they are asked for.
 
     Raises:
         ModelError: `spec` names no model, transformers is not installed or refuses the configuration, or the model
-            is too small for `vocabulary` or `context`.
+            is too small for `vocabulary` or `context`. CheckpointError: files of another model.
     """
     named = model_named(spec)
     if named.kind == "size":
@@ -88,6 +97,8 @@ def build_model(
             f"a dropout of {dropout} was given for {spec}, whose rates stand in its config.json; set them there"
         )
     assert named.file is not None
+    if pretrained and Path(spec).is_dir() and next(Path(spec).glob("*.safetensors"), None) is not None:
+        return _pretrained(spec, named.file, vocabulary, context, mixture or Mixture())
     hugging_face = _hugging_face(named.file, vocabulary, context)
     (mixture or Mixture()).put_into(hugging_face)
     return BuiltModel(hugging_face, spec, _count(hugging_face), hugging_face=True)
@@ -133,6 +144,21 @@ def _arguments(module: nn.Module) -> str:
 
 def _count(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _pretrained(spec: str, file: Path, vocabulary: int, context: int, mixture: Mixture) -> BuiltModel:
+    """The causal language model of a folder on the meta device, with the values of its files."""
+    if mixture.experts:
+        raise ModelError(
+            f"experts={mixture.experts} were asked for, and {spec} holds pretrained weights of a model without them; "
+            f"leave experts out, or say --no-pretrained to train from scratch"
+        )
+    module = build(Path(spec), _transformers(file).AutoModelForCausalLM)
+    config: Any = module.config
+    _check_size(config, file, vocabulary, context)
+    config.use_cache = False
+    values = PretrainedValues(Path(spec), module, strict=True, missing="refuse")
+    return BuiltModel(module, spec, _count(module), hugging_face=True, values=values)
 
 
 def _hugging_face(file: Path, vocabulary: int, context: int) -> nn.Module:

@@ -6,7 +6,7 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -118,15 +118,20 @@ class Run:
         self.text = load_text(config)
         torch.manual_seed(config.plan.seed)
         self.built: BuiltModel = build_model(
-            config.model, self.text.tokenizer.vocabulary, config.sequence, config.dropout, config.mixture
-        )
+            config.model, self.text.tokenizer.vocabulary, config.sequence, config.dropout, config.mixture,
+            pretrained=config.pretrained and config.weights is None,
+        )  # fmt: skip
         self.batches = Batches(self.text.train, config.sequence, config.plan.seed)
         self.folder = RunFolder.create(config, Comm(mesh))
         plan = config.plan
         if self.folder.split:
             plan = plan.with_settings({"pipeline_parallel.split": self.folder.split})
         optimizer = make_optimizer(config, self.built.module, mesh.device)
-        self.engine = Engine(self.built.module, optimizer, plan, mesh=mesh, example=self._example())
+        values, module = self.built.values, self.built.module
+        self.engine = Engine(module, optimizer, plan, mesh=mesh, initialise=values, example=self._example())
+        if values is not None:
+            self.engine.load_weights(values)
+            self.engine.loaded, self.built = values.report, replace(self.built, values=None)
         batch = mesh.rank // together_of(plan, mesh.ranks)  # dropout differs between ranks with different rows
         torch.manual_seed(seed_of(config.plan.seed, "rank", batch))
         if self.engine.reports:
@@ -176,12 +181,16 @@ class Run:
         mesh = self.engine.mesh
         ranks = f"{mesh.ranks} rank{'s' * (mesh.ranks > 1)} on {mesh.device.type}"
         return {
-            "model": f"{config.model}, {self.built.parameters:,} parameters",
+            "model": f"{config.model}, {self.built.parameters:,} parameters{self._origin()}",
             "data": f"{corpus.name}, {corpus.files} files, {format_bytes(len(corpus.train))} to train on",
             "plan": f"{short(config.plan, mesh.ranks)}; {ranks}; {rows} rows of {config.sequence} tokens per step",
             **({"owners": engine.owners} if engine.owners else {}),
             "run": str(self.folder.path),
         }
+
+    def _origin(self) -> str:
+        """The origin of initial weights from files, as the end of a text."""
+        return "" if self.engine.loaded is None else ", pretrained"
 
     def _begin_forecast(self, steps: int) -> Forecast | None:
         """The forecast that measures the first of `steps` steps, or None without a prediction."""
