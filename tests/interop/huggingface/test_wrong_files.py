@@ -229,6 +229,8 @@ def test_an_error_of_one_rank_is_raised_on_all(pool: Pool) -> None:
 def test_options_and_paths_are_checked() -> None:
     with pytest.raises(ModelError, match="missing is 'draw'; it is one of 'refuse', 'initialise'"):
         load(folder("llama"), missing="draw")
+    with pytest.raises(ModelError, match="has no option 'stict'; it has strict, missing, dtype"):
+        load(folder("llama"), stict=False)
     with pytest.raises(CheckpointError, match="not looked up: download the folder first"):
         load(Path("meta-llama/Llama-3.2-1B"))
 

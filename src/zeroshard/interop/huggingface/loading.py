@@ -95,6 +95,10 @@ def _opened(
         CheckpointError, ModelError: as `from_pretrained`.
     """
     missing = options.get("missing", "refuse")
+    if unknown := sorted(options.keys() - LoadOptions.__annotations__.keys()):
+        raise ModelError(
+            f"from_pretrained has no option {unknown[0]!r}; it has {', '.join(LoadOptions.__annotations__)}."
+        )
     if missing not in MISSING:
         raise ModelError(f"missing is {missing!r}; it is one of {', '.join(map(repr, MISSING))}.")
     if not path.exists():
