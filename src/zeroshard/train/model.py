@@ -148,9 +148,10 @@ def _count(module: nn.Module) -> int:
 
 def _pretrained(spec: str, file: Path, vocabulary: int, context: int, mixture: Mixture) -> BuiltModel:
     """The causal language model of a folder on the meta device, with the values of its files."""
-    if mixture.experts:
+    count = mixture.experts
+    if count:
         raise ModelError(
-            f"experts={mixture.experts} were asked for, and {spec} holds pretrained weights of a model without them; "
+            f"experts={count} were asked for, and {spec} holds pretrained weights of a model without them; "
             f"leave experts out, or say --no-pretrained to train from scratch"
         )
     module = build(Path(spec), _transformers(file).AutoModelForCausalLM)
