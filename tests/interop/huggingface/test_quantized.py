@@ -29,6 +29,7 @@ NETWORK = {"transport": "network"}
 PLANS: dict[str, dict[str, Any]] = {
     **{f"stage {zero}": {"zero": zero, **NETWORK} for zero in range(4)},
     "offload": {"zero": 3, "offload": "optimizer,parameters", **NETWORK},
+    "tensor ranks": {"tensor_parallel": 2, **NETWORK},
     "two stages": {"pipeline_parallel": {"stages": 2, "schedule": "1f1b"}, "microbatches": 2},
     "expert ranks": {"expert_parallel": 2},
 }
@@ -148,7 +149,7 @@ def one_process(family: str, first: dict[str, torch.Tensor]) -> list[float]:
 
 
 CASES = {
-    "llama": ("stage 0", "stage 2", "offload", "two stages"),
+    "llama": ("stage 0", "stage 2", "offload", "tensor ranks", "two stages"),
     "mixtral": ("stage 0", "stage 3", "expert ranks"),
 }
 WHOLE = {"llama": tuple(PLANS)[:-1], "mixtral": tuple(PLANS)}  # a dense model has no expert ranks

@@ -147,11 +147,11 @@ def gpt(rows: int = 2) -> TrainingTask:
 def test_layers_are_split_where_nothing_else_fits(asked: list[Plan]) -> None:
     """One unit as large as the device, which stage 3 would gather whole and no stage can hold."""
     wide = gpt_task(replace(BLOCKS, width=512), rows=2)
-    room = 26 * 2**20  # states of 25.5 million bytes per rank on four; a block is 12.6 million
+    room = 30 * 2**20  # states of 25.5 million bytes per rank on four; a block is 12.6 million
     device = replace(MACHINES.device, memory_bytes=room)
     found = search(wide, Machines(device, 4, 4, FAST, FAST), Plan(precision="fp32"))
     assert any(plan.tensor.ranks > 1 for plan in asked)
-    assert all(best.plan.tensor.ranks > 1 for best in found.best)
+    assert found.best and all(best.plan.tensor.ranks > 1 for best in found.best)
 
 
 @pytest.mark.whole

@@ -132,7 +132,9 @@ def lacking(prediction: Prediction) -> tuple[str, str]:
     held, room = format_bytes(p.host_needed_bytes), format_bytes(p.host_capacity_bytes or 0)
     host = f"{use} {held} of each node's host memory, which is {room}: {host_parts(p)}."
     more_host = f"Nodes with {held} of host memory would hold it."
-    device = f"The fullest rank needs {format_bytes(p.peak_bytes)} of {format_bytes(p.capacity_bytes)} at the peak."
+    margin = f", and {p.margin:.0%} of it stay free" if p.peak_bytes <= p.capacity_bytes else ""
+    capacity = format_bytes(p.capacity_bytes)
+    device = f"The fullest rank needs {format_bytes(p.peak_bytes)} of {capacity} at the peak{margin}."
     return {"host": (host, more_host), "device": (device, larger)}[p.full[0]]
 
 

@@ -185,6 +185,9 @@ class _Search:
         try:
             if group.holder in self._kept:
                 raise CannotSplit(self._kept[group.holder])
+            for path in (*group.columns, group.row):  # the model's own plan may name quantised ones
+                if reason := why_no_linear(self._modules[path]):
+                    raise CannotSplit(reason)
             for layout in layouts:
                 verdict = self._try(group, layout)
                 if verdict.agrees:
