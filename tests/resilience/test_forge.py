@@ -35,8 +35,8 @@ def test_a_loader_that_believes_everything_is_caught(tmp_path: Path, monkeypatch
     """One that leaves a parameter as it was."""
     load = State._load_weights
 
-    def lazily(self: State, part: Part, reader: Any) -> None:
-        load(self, part, reader)
+    def lazily(self: State, part: Part, *reader: Any) -> None:
+        load(self, part, *reader)
         part.updater.values[:1] = 0
 
     monkeypatch.setattr(State, "_load_weights", lazily)
