@@ -22,6 +22,7 @@ from zeroshard.losses.linear_cross_entropy import OutputLayer, linear_cross_entr
 from zeroshard.losses.row_gradients import WHOLE, Vocabulary
 from zeroshard.units.forwards import insert, inside, layer_of, replaced
 from zeroshard.units.hooks import Hook
+from zeroshard.units.token_layers import output_layer
 
 LOSS = "ForCausalLMLoss"  # of transformers.loss.loss_utils: cross entropy of the next token
 
@@ -42,7 +43,7 @@ def make_loss_by_chunks(model: nn.Module, chunk: int) -> None:
             f"loss_chunk, and {type(model).__name__} is neither. Leave it out, and call "
             f"zeroshard.losses.linear_cross_entropy in the model's forward."
         )
-    layer, loss, name = _output_layer(causal), causal.loss_function, type(causal).__name__
+    layer, loss, name = _trained_layer(causal), causal.loss_function, type(causal).__name__
     if not _is_plain(layer):
         raise PlanError(
             f"loss_chunk={chunk} needs an output layer that is a plain nn.Linear, and that of {name} is a "
@@ -67,7 +68,7 @@ def split_causal_loss(model: nn.Module, layer: nn.Linear, vocabulary: Vocabulary
     forward = layer_of(layer, "loss")
     if forward is None:
         causal = _causal_model(model)
-        if causal is None or _output_layer(causal) is not layer or not _is_plain(layer):
+        if causal is None or _trained_layer(causal) is not layer or not _is_plain(layer):
             return False
         if getattr(causal.loss_function, "__name__", "") != LOSS:
             return False
@@ -82,7 +83,7 @@ def _causal_model(model: nn.Module) -> Any:
     A wrapper, such as peft's, that passes the names of its attributes on to a model inside is none.
     """
     own = (m for m in model.modules() if "loss_function" in vars(m) or hasattr(type(m), "loss_function"))
-    return next((m for m in own if callable(m.loss_function) and _output_layer(m) is not None), None)
+    return next((m for m in own if callable(m.loss_function) and _trained_layer(m) is not None), None)
 
 
 def _kind(layer: Any) -> str:
@@ -106,10 +107,9 @@ def _install(causal: Any, layer: nn.Linear, chunk: int | None) -> "_LayerForward
     return forward
 
 
-def _output_layer(module: nn.Module) -> Any:
-    """The output layer of a model, by transformers' `get_output_embeddings`; None without."""
-    give = getattr(module, "get_output_embeddings", None)
-    layer = give() if callable(give) else None
+def _trained_layer(module: nn.Module) -> Any:
+    """The output layer that is trained, of a model of transformers; None without."""
+    layer = output_layer(module)
     copies, active = getattr(layer, "modules_to_save", None), getattr(layer, "active_adapters", ())
     trained = [copies[name] for name in active if name in copies] if isinstance(copies, nn.ModuleDict) else []
     return trained[0] if trained else layer  # peft trains a copy of it

@@ -26,6 +26,7 @@ from zeroshard.interop.huggingface.scaled import ScaledShards
 from zeroshard.text import format_names
 from zeroshard.units.adapters import base_names
 from zeroshard.units.materialise import is_absent
+from zeroshard.units.token_layers import token_layers
 from zeroshard.validation.ranks import tied_names
 
 Shape = tuple[int, ...]
@@ -63,7 +64,7 @@ class Wanted:
         buffers = dict(_persistent_buffers(model))
         shapes = {name: tuple(tensor.shape) for name, tensor in (parameters | buffers).items()}
         growing: set[str] = set()
-        for layer in _vocabulary_layers(part):
+        for layer in token_layers(part):
             growing |= {name for name, p in parameters.items() if any(p is own for own in layer.parameters())}
         ignored = list(getattr(part, "_keys_to_ignore_on_load_unexpected", None) or ())
         every = [name for name, _ in model.named_buffers()]
@@ -297,17 +298,6 @@ def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
                 yield f"{path}.{name}" if path else name, buffer
-
-
-def _vocabulary_layers(part: Any) -> Iterator[nn.Module]:
-    """The layers of a model of transformers with one row per token."""
-    for name in ("get_input_embeddings", "get_output_embeddings"):
-        try:
-            layer = getattr(part, name)()
-        except (AttributeError, NotImplementedError, TypeError):
-            continue
-        if isinstance(layer, nn.Module):
-            yield layer
 
 
 def _owners(model: nn.Module, part: nn.Module | None) -> Iterator[tuple[nn.Module, nn.Module]]:

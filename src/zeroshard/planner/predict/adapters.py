@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from zeroshard.units.token_layers import output_layer
+
 AdapterName = Literal["lora", "qlora"]
 NAMES: Mapping[AdapterName, str] = {"lora": "LoRA", "qlora": "QLoRA"}
 RANK = 16
@@ -24,18 +26,13 @@ def put_adapters(model: nn.Module, name: AdapterName, rank: int) -> nn.Module:
     model.requires_grad_(False)
     for parent in list(model.modules()):
         for path, layer in list(parent.named_children()):
-            if _is_plain(layer) and layer is not _output_layer(model):
+            if _is_plain(layer) and layer is not output_layer(model):
                 setattr(parent, path, AdaptedLinear(layer, rank, packs=name == "qlora"))
     return model
 
 
 def _is_plain(layer: nn.Module) -> bool:
     return type(layer).forward is nn.Linear.forward or type(layer).__name__ == TRANSPOSED
-
-
-def _output_layer(model: nn.Module) -> Any:
-    give = getattr(model, "get_output_embeddings", None)
-    return give() if callable(give) else None
 
 
 class AdaptedLinear(nn.Module):

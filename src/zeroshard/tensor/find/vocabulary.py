@@ -1,6 +1,6 @@
 """The vocabulary of a language model: its embedding and its output layer, with all layers tied to them."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -8,6 +8,7 @@ from torch import nn
 from zeroshard.tensor.find.found import FoundLayer, Segment, Style
 from zeroshard.tensor.find.layer_plans import PlannedLayer
 from zeroshard.tensor.find.linear import why_no_linear
+from zeroshard.units.token_layers import token_layers
 
 WHOLE_WEIGHT = ("max_norm", "scale_grad_by_freq", "sparse")  # options of an embedding that need all of its rows
 
@@ -46,24 +47,12 @@ def known_vocabulary(modules: Mapping[str, nn.Module]) -> list[str]:
     They are those of transformers (`get_input_embeddings`, `get_output_embeddings`), and output layers that compute the
     loss themselves (`loss_chunk`).
     """
-    given = {id(each) for module in modules.values() for each in _of_transformers(module)}
+    given = {id(each) for module in modules.values() for each in token_layers(module)}
     return [
         path for path, module in modules.items()
         if (isinstance(module, nn.Linear) and hasattr(module, "loss_chunk"))
         or (id(module) in given and (isinstance(module, (nn.Embedding, nn.Linear))))
     ]  # fmt: skip
-
-
-def _of_transformers(module: nn.Module) -> Iterator[nn.Module]:
-    """The input embedding and the output layer of a model of transformers."""
-    for name in ("get_input_embeddings", "get_output_embeddings"):
-        give: Callable[[], Any] | None = getattr(module, name, None)
-        try:
-            found = give() if callable(give) else None
-        except (NotImplementedError, AttributeError):  # of models without any
-            found = None
-        if isinstance(found, nn.Module):
-            yield found
 
 
 def _why_whole(path: str, module: Any, planned: Mapping[str, PlannedLayer], ranks: int) -> str:
