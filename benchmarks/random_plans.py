@@ -41,6 +41,7 @@ from pool import Pool  # noqa: E402
 from ranks import circumstances  # noqa: E402
 
 KEPT = 2000  # characters of the error of a case
+RANK_ERRORS = (AssertionError, OSError, EOFError)  # a rank raised, hung or died
 
 
 def check(pool: Pool, case: Case) -> Verdict:
@@ -54,10 +55,15 @@ def check(pool: Pool, case: Case) -> Verdict:
             if len({answer.get("message") for answer in answers}) > 1:  # ranks waited for one that refused in a step
                 pool.stop()
             return judge(case, answers)
-        except (AssertionError, OSError, EOFError) as error:  # a rank raised, hung or died; the pool starts anew
-            pool.stop()
-            words = str(error).replace(f"{ROOT}/", "")
-            return Verdict("failed", "", [words[-KEPT:] or type(error).__name__])
+        except RANK_ERRORS as error:
+            return failed(pool, error)
+
+
+def failed(pool: Pool, error: Exception) -> Verdict:
+    """The verdict on a case that ended in an error of a rank; the pool starts anew."""
+    pool.stop()
+    words = str(error).replace(f"{ROOT}/", "")
+    return Verdict("failed", "", [words[-KEPT:] or type(error).__name__])
 
 
 def check_on_paper(pool: Pool, case: Case) -> Verdict:
@@ -68,9 +74,8 @@ def check_on_paper(pool: Pool, case: Case) -> Verdict:
     with tempfile.TemporaryDirectory(prefix="zeroshard-random-plans-") as folder:
         try:
             seen = pool.run(on_paper, case.ranks, case, folder)
-        except (AssertionError, OSError, EOFError) as error:
-            pool.stop()
-            return Verdict("failed", "", [str(error).replace(f"{ROOT}/", "")[-KEPT:] or type(error).__name__])
+        except RANK_ERRORS as error:
+            return failed(pool, error)
     findings = [*dict.fromkeys(text for each in seen for text in each.findings)]
     findings += map(str, disagreements([each.launches for each in seen]))
     if findings:

@@ -70,6 +70,16 @@ def wire_of(engine: zs.Engine) -> dict[str, tuple[int, int, int]]:
     return {row.purpose: (row.measured_elements, row.measured_bytes, row.calls) for row in engine.traffic()}
 
 
+def run_peak(job: TrainingTask, plan: zs.Plan, rows: int) -> int:
+    """The peak of torch's allocations while an engine is made and takes three steps on one rank."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+        engine = zs.Engine(job.build(), job.optimizer, plan, mesh=zs.Mesh())
+        batch = job.batch(rows)
+        for _ in range(3):
+            engine.train_step(batch)
+    return peak_of(watched)
+
+
 def peak_of(watched: Any) -> int:
     """The highest sum of all allocations that the profiler saw, and of the frees of what was allocated so."""
     found: list[tuple[int, int, int]] = []
