@@ -64,7 +64,7 @@ class Wanted:
         buffers = dict(_persistent_buffers(model))
         shapes = {name: tuple(tensor.shape) for name, tensor in (parameters | buffers).items()}
         growing: set[str] = set()
-        for layer in token_layers(part):
+        for layer in () if part is None else token_layers(part):
             growing |= {name for name, p in parameters.items() if any(p is own for own in layer.parameters())}
         ignored = list(getattr(part, "_keys_to_ignore_on_load_unexpected", None) or ())
         every = [name for name, _ in model.named_buffers()]
