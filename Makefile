@@ -69,7 +69,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.tested: $(VENV)/.installed
-	$(PIP) --editable '.[dev,hf,peft,quantized,tensorboard,lightning]'
+	$(PIP) --editable '.[dev,hf,peft,quantized,tensorboard,lightning,trl,data]'
 	touch $@
 
 $(GPU_VENV)/.installed: pyproject.toml
