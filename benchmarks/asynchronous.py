@@ -35,7 +35,7 @@ def measure(method: str, factor: float, arguments: argparse.Namespace) -> None:
     import torch
 
     import zeroshard as zs
-    from zeroshard.train.corpus import Batches, standard_library_corpus, validation_windows
+    from zeroshard.data.corpus import Batches, standard_library_corpus, validation_windows
     from zeroshard.train.gpt import GPT
     from zeroshard.train.sizes import GPTConfig
 

@@ -27,8 +27,8 @@ from ranks import circumstances
 from torch import Tensor, nn
 
 import zeroshard as zs
+from zeroshard.data.corpus import standard_library_corpus
 from zeroshard.memory.ledger import Category
-from zeroshard.train.corpus import standard_library_corpus
 from zeroshard.train.gpt import GPT
 from zeroshard.train.sizes import GPTConfig
 

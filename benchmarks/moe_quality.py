@@ -37,10 +37,10 @@ import torch
 from ranks import circumstances
 
 import zeroshard as zs
+from zeroshard.data.corpus import Batches, validation_windows
 from zeroshard.moe.convert.replace import Upcycling, replace_ffn
 from zeroshard.moe.routing.statistics import Statistics
 from zeroshard.train.config import TrainConfig
-from zeroshard.train.corpus import Batches, validation_windows
 from zeroshard.train.gpt import GPT
 from zeroshard.train.optimizers import make_optimizer
 from zeroshard.train.run import Text, learning_rate, load_text

@@ -16,7 +16,7 @@ from ranks import answer, cpu_seconds
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from zeroshard.train.corpus import Batches, standard_library_corpus
+from zeroshard.data.corpus import Batches, standard_library_corpus
 from zeroshard.train.gpt import GPT
 from zeroshard.train.sizes import SIZES
 

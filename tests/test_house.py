@@ -38,6 +38,7 @@ FLOORS = {
     "plan": 3,
     "validation": 3.5,  # settings and models that are refused, with the way out
     "engine": 4,
+    "data": 4.5,  # text and records as rows of tokens
     "interop": 4.5,
     "resilience": 4.5,
     "doctor": 4.7,

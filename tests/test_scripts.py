@@ -154,7 +154,7 @@ def _serve(pipe: Any) -> None:
             importlib.import_module(name)
     importlib.import_module("ranks").launch = launch
     importlib.import_module("ranks").run_script = run_script
-    corpus = importlib.import_module("zeroshard.train.corpus")
+    corpus = importlib.import_module("zeroshard.data.corpus")
     corpus.standard_library_corpus = functools.cache(corpus.standard_library_corpus)
     corpus.standard_library_corpus()
     fork: Any = multiprocessing.get_context("fork")

@@ -10,7 +10,7 @@ from engine.models import OPTIMIZERS, batch, build
 from torch import Tensor
 
 import zeroshard as zs
-from zeroshard.train.corpus import Batches, standard_library_corpus
+from zeroshard.data.corpus import Batches, standard_library_corpus
 from zeroshard.train.gpt import GPT
 from zeroshard.train.sizes import GPTConfig
 

@@ -19,12 +19,12 @@ import torch
 from zeroshard.checkpoint import CheckpointDisk, committed
 from zeroshard.comm.mesh import Mesh
 from zeroshard.comm.run_lock import Owner
+from zeroshard.data.corpus import Batches
 from zeroshard.engine import Engine
 from zeroshard.errors import ConfigError, DataError, NonFiniteError, Stopped
 from zeroshard.pipeline.policy import Pipeline
 from zeroshard.plan import Plan
 from zeroshard.train.config import TrainConfig
-from zeroshard.train.corpus import Batches
 from zeroshard.train.folder import LOCK
 from zeroshard.train.keeping import Cursor
 from zeroshard.train.run import Run, run

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from zeroshard.data.tokenizer import load_tokenizer
 from zeroshard.errors import ConfigError
 from zeroshard.pipeline.cut.chain import Chain
 from zeroshard.pipeline.partition.measure import REPEATS, measure
@@ -21,7 +22,6 @@ from zeroshard.report.plain_table import plain_table
 from zeroshard.text import format_bytes
 from zeroshard.train.model import build_model
 from zeroshard.train.option_values import check_least
-from zeroshard.train.tokenizer import load_tokenizer
 
 CPU_FACTS = Path("/proc/cpuinfo")
 STAGES = 4  # in the suggested commands, at most as many as there are layers

@@ -1,4 +1,5 @@
 """The main job: a language model trained on text, from options to a run folder.
 
-Read `config` (its options), `run` (the loop), then `corpus`, `gpt`, `folder` and `forecast`.
+Read `config` (its options), `run` (the loop), then `gpt`, `folder` and `forecast`; the text comes from
+`zeroshard.data`.
 """

@@ -10,11 +10,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from zeroshard.data.corpus import Corpus
 from zeroshard.engine import Engine
 from zeroshard.errors import CheckpointError, ConfigError, DataError, Stopped
 from zeroshard.resilience import Checkpoints, Guard, GuardVerdict, resume
 from zeroshard.train.config import TrainConfig
-from zeroshard.train.corpus import Corpus
 
 CHECKPOINTS = "checkpoints"  # below the run folder
 REQUESTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from zeroshard.comm.collectives import Comm
 from zeroshard.comm.mesh import Mesh
+from zeroshard.data.corpus import Batches, Corpus, files_corpus, standard_library_corpus, validation_windows
+from zeroshard.data.tokenizer import Tokenizer, load_tokenizer
 from zeroshard.engine import Engine, StepResult, Trace
 from zeroshard.engine.techniques import together_of
 from zeroshard.errors import BudgetExceeded, CheckpointWarning, NonFiniteError, RoutingWarning, Stopped
@@ -24,7 +26,6 @@ from zeroshard.planner.search.text import short
 from zeroshard.resilience import Stragglers
 from zeroshard.text import format_bytes
 from zeroshard.train.config import TrainConfig
-from zeroshard.train.corpus import Batches, Corpus, files_corpus, standard_library_corpus, validation_windows
 from zeroshard.train.fitting import with_plan_that_fits
 from zeroshard.train.folder import RunFolder
 from zeroshard.train.forecast import FEWEST, Forecast
@@ -34,7 +35,6 @@ from zeroshard.train.model import BuiltModel, build_model
 from zeroshard.train.optimizers import make_optimizer
 from zeroshard.train.planning import Outlook, plan_ahead
 from zeroshard.train.progress import Exposed, Progress
-from zeroshard.train.tokenizer import Tokenizer, load_tokenizer
 from zeroshard.train.trace import OffloadTrace, write_timeline
 from zeroshard.units.materialise import seed_of
 from zeroshard.version import __version__

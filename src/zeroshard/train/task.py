@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeroshard.data.tokenizer import load_tokenizer
 from zeroshard.errors import ModelError
 from zeroshard.plan import Plan
 from zeroshard.planner.predict.rehearse import TrainingTask
@@ -18,7 +19,6 @@ from zeroshard.train.model import BuiltModel, build_model, takes_tokens
 from zeroshard.train.named_models import BATCH, Code, model_named
 from zeroshard.train.optimizers import make_optimizer
 from zeroshard.train.own_code import check_arguments, import_code, imported
-from zeroshard.train.tokenizer import load_tokenizer
 
 CHEAPER: tuple[OptimizerName, ...] = ("adamw8bit", "adafactor")
 LOSS_CHUNK = 1024  # rows, of models that else hold all logits

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zeroshard.data import tokenizer as tokenizer_module
+from zeroshard.data.tokenizer import ByteTokenizer, JsonTokenizer, load_tokenizer
 from zeroshard.errors import ConfigError
-from zeroshard.train import tokenizer as tokenizer_module
-from zeroshard.train.tokenizer import ByteTokenizer, JsonTokenizer, load_tokenizer
 
 TEXT = "def größe(x):\n    return x  # ½\n"
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from zeroshard.data import corpus as corpus_module
+from zeroshard.data.corpus import Batches, files_corpus, standard_library_corpus, validation_windows
 from zeroshard.errors import DataError
-from zeroshard.train import corpus as corpus_module
-from zeroshard.train.corpus import Batches, files_corpus, standard_library_corpus, validation_windows
 
 
 def write(folder: Path, files: dict[str, bytes]) -> Path:
