@@ -249,3 +249,34 @@ def test_what_slices_cannot_have_is_refused_at_the_call(pool: Pool) -> None:
             assert found[name].startswith(f"OptimizerError: {name}() of Averages cannot run"), found[name]
             assert words in found[name] and "engine.gathered()" in found[name], found[name]
         assert found["same"] and found.get("rate") == (0.05 if rank == 0 else None)
+
+
+def schedule_free(mesh: zs.Mesh | None, plan: str) -> list[dict[str, Tensor]]:
+    """Weights in the modes of the package schedulefree, which the first of two evaluations puts an average into."""
+    import schedulefree
+
+    layers, found = model(), []
+    optimizer = schedulefree.AdamWScheduleFree(layers.parameters(), lr=0.05, warmup_steps=2)
+    engine = zs.Engine(layers, optimizer, zs.Plan.from_dict(PLANS[plan][1]), mesh=mesh) if mesh else None
+    for mode in ("train", "train", "eval", "train", "eval"):
+        getattr(optimizer, mode)()
+        if mode == "train" and engine is not None and mesh is not None:
+            engine.backward(engine(rows(len(found))[mesh.rank :: mesh.ranks]).square().mean())
+            engine.step()
+        elif mode == "train":
+            layers(rows(len(found))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        weights = layers.state_dict() if engine is None else engine.state_dict()
+        found.append({key: value.clone() for key, value in weights.items()})
+    return found
+
+
+@pytest.mark.parametrize("plan", ["2 overlapped", "offload"])
+def test_the_modes_of_the_package_schedulefree(pool: Pool, plan: str) -> None:
+    pytest.importorskip("schedulefree")
+    wanted = schedule_free(None, plan)
+    assert not torch.equal(wanted[1]["0.weight"], wanted[2]["0.weight"])
+    for found in pool.run(schedule_free, PLANS[plan][0], plan):
+        for got, weights in zip(found, wanted, strict=True):
+            torch.testing.assert_close(got, weights, rtol=1e-4, atol=1e-5)

@@ -7,7 +7,7 @@ the new weights; a trial over small tensors shows the effect of a method.
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial, wraps
 from types import FunctionType
@@ -18,7 +18,8 @@ import torch
 from zeroshard.comm.collectives import Comm
 from zeroshard.errors import OptimizerError
 from zeroshard.optim.slices.spans import SpanOptimizer, put_back
-from zeroshard.optim.states.by_parameter import ByParameter, Members, shown_parameters
+from zeroshard.optim.states.by_parameter import ByParameter, shown_parameters
+from zeroshard.optim.states.other_forms import Members
 from zeroshard.optim.trial.dependence import Effect, MethodCall, effect_of
 from zeroshard.parts.part import Parts
 
@@ -91,8 +92,8 @@ class BetweenSteps:
         self._settle("state_dict")
         return self._states.state_dict()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a whole state dict, the same on every rank; a collective call.
+    def load_state_dict(self, state_dict: Mapping[str, Any] | None) -> None:
+        """Load a state dict by position or by name, the same on every rank, its shards, or rank 0's; a collective call.
 
         Raises:
             CheckpointError: it does not fit, or differs between ranks.

@@ -5,7 +5,7 @@ So `engine.optimizer.state_dict()` equals that of the plain loop, and either loa
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,36 +16,29 @@ from zeroshard.checkpoint.facts import plain
 from zeroshard.comm.collectives import Comm
 from zeroshard.errors import CheckpointError, OptimizerError
 from zeroshard.optim.slices.spans import SpanOptimizer
+from zeroshard.optim.states.other_forms import SOURCE, GivenParameter, Members, by_position, gathered_states
 from zeroshard.optim.states.restoring import Saved, load_states
 from zeroshard.optim.states.whole_states import NAMES, decoded, encoded, scalars_of, state_pieces
 from zeroshard.optim.trial.probe import SHAPE, try_states
 from zeroshard.parts.part import Parts
 from zeroshard.units.flat import digest_of
 
-SOURCE = "engine.optimizer.load_state_dict()"
-
-
-class GivenParameter(NamedTuple):
-    """A parameter of a group of the user's.
-
-    Attributes:
-        whole: a tensor of its shape and dtype, without its values.
-    """
-
-    name: str
-    whole: nn.Parameter
-
-
-Members = Sequence[Sequence[GivenParameter]]  # of each group
-
 
 def members_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> Members:
     """The parameters of an optimizer's groups; call it before any is cut."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return [
-        [GivenParameter(names.get(id(p), ""), nn.Parameter(_hollow(p), p.is_floating_point())) for p in group["params"]]
-        for group in optimizer.param_groups
-    ]
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    members = []
+    for group in optimizer.param_groups:
+        named = [(p, names.get(id(p), [""])) for p in group["params"]]
+        members.append(
+            [
+                GivenParameter(own[0], nn.Parameter(_hollow(p), p.is_floating_point()), tuple(own[1:]))
+                for p, own in named
+            ]
+        )
+    return members
 
 
 class ByParameter:
@@ -77,15 +70,15 @@ class ByParameter:
             found: dict[str, Any] = type(optimizer).state_dict(optimizer)
         return found
 
-    def load(self, given: dict[str, Any]) -> None:
-        """Load a whole state dict, the same on every rank; a collective call.
+    def load(self, given: Mapping[str, Any] | None) -> None:
+        """Load a state dict in one of the forms of `other_forms`; a collective call.
 
         Raises:
             CheckpointError: it does not fit the optimizer or the model, or differs between ranks.
         """
-        problem, source = None, None
+        problem, source, whole = None, None, gathered_states(given, self._world)
         try:
-            source = self._source(given)
+            source = self._source(by_position(whole, self._members))
             saved = Saved(source, self._spans.optimizer, self._spans.layout.whole is None)  # type: ignore[arg-type]
             for part in self._parts.all:
                 for span in part.updater.spans:
