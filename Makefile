@@ -36,7 +36,7 @@ lint: $(VENV)/.tested
 	$(BIN)/ruff format --check .
 
 types: $(VENV)/.tested
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers 2
 
 check: test lint types
 

@@ -52,6 +52,16 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def settled() -> None:
+    """Leave what the tests of earlier files imported and made out of garbage collections, in which it takes most time.
+
+    A `gc.collect()` inside of a test takes half a second where torch, transformers and rich are looked through.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     """The one pool of worker processes."""

@@ -225,6 +225,7 @@ def _work(place: tuple[int, int, tuple[int, ...], int], pipe: Any, path: list[st
     threading.Thread(target=_free_ended, name="free groups", daemon=True).start()
     gc.freeze()  # what is imported is not looked through again and again
     pipe.send("ready")
+    last = ""
     while True:
         try:
             number, module, name, ranks, args = pipe.recv()
@@ -233,6 +234,10 @@ def _work(place: tuple[int, int, tuple[int, ...], int], pipe: Any, path: list[st
         _start_groups_afresh(names, kept, number)
         try:
             target: Any = importlib.import_module(module)
+            if module != last:
+                last = module
+                gc.collect()
+                gc.freeze()  # imports of this module and of models that its tests need
             for part in name.split("."):
                 target = getattr(target, part)
             pipe.send((True, target(meshes[ranks], *args)))
