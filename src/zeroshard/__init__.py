@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from zeroshard.parameter_server import AsynchronousTrainer
     from zeroshard.pipeline.policy import Pipeline
     from zeroshard.plan import Plan
+    from zeroshard.planner.predict.model_flops import model_flops
     from zeroshard.precision.policy import LossScale
     from zeroshard.recompute.policy import Activations
     from zeroshard.resilience import Checkpoints, Guard
@@ -66,6 +67,7 @@ else:
         "Checkpoints": "resilience",
         "Guard": "resilience",
         "Verification": "verification",
+        "model_flops": "planner.predict.model_flops",
         "verify": "verification",
     }
 
@@ -134,5 +136,6 @@ __all__ = [
     "from_deepspeed",
     "from_pretrained",
     "init_mesh",
+    "model_flops",
     "verify",
 ]

@@ -166,6 +166,8 @@ def _print_summary(summary: dict[str, Any], console: Console) -> None:
     )
     console.print(f"train      {summary['train_bits_per_byte']:.3f} bits per byte (mean of the last 50 steps)")
     console.print(f"validation {summary['validation_bits_per_byte']:.3f} bits per byte on held-out text")
+    if speed := _speed(summary["speed"]):
+        console.print(f"speed      {speed}", soft_wrap=True)
     for rank, layers in enumerate(summary["layers"] if stages else ()):
         shown = layers if len(layers) <= MOST_LAYERS else [*layers[:3], "...", layers[-1]]
         console.print(f"rank {rank:<5} {', '.join(shown)}", soft_wrap=True, markup=False)
@@ -179,6 +181,17 @@ def _print_summary(summary: dict[str, Any], console: Console) -> None:
         console.print("The ranks share memory: parameters are there once, each rank counts its part, none are sent.")
     console.print(_memory_table(summary["memory"], summary["rank"]))
     console.print(_traffic_table(summary["traffic"]))
+
+
+def _speed(speed: dict[str, float | None]) -> str:
+    """Median tokens per second, model FLOPs and their share of the peak rate, as far as they are known."""
+    tokens, flops, mfu, causal = (speed[key] for key in ("tokens_per_s", "tflops_per_rank", "mfu", "mfu_causal"))
+    if tokens is None or not tokens > 0:
+        return ""
+    parts = [f"{tokens:,.0f} tokens/s ({speed['tokens_per_s_per_rank']:,.0f} per rank)"]
+    parts += [] if flops is None else [f"{flops:.3g} model TFLOP/s per rank"]
+    parts += [] if mfu is None or causal is None else [f"MFU {mfu:.1%} ({causal:.1%} with causal attention)"]
+    return ", ".join(parts)
 
 
 def _memory_table(rows: list[dict[str, Any]], rank: int) -> Table:

@@ -27,12 +27,14 @@ class ModelBlock:
         parameters: of one.
         used: of them, those that a token uses.
         kept: numbers of 16 bits that autograd keeps of one token.
+        attention: width of the queries and of the values of all heads, which each pair of positions multiplies.
     """
 
     number: int
     parameters: int
     used: int
     kept: float
+    attention: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,17 @@ class ModelShape:
     def largest(self) -> int:
         """Parameters of the largest block."""
         return max(block.parameters for block in self.blocks)
+
+    def row_flops(self, length: int) -> tuple[int, int]:
+        """Model FLOPs of a row's forward and backward (2204.02311, appendix B), with whole and causal attention.
+
+        6 for each token and parameter that multiplies it, norms counted with them and tables of embeddings not; and 6
+        for each pair of positions and feature of queries and values, of which half under causal attention.
+        """
+        multiplied = sum(block.number * block.used for block in self.blocks) + self.vocabulary * self.width
+        pairs = length**2 * sum(block.number * block.attention for block in self.blocks)
+        products = 6 * length * multiplied
+        return products + 6 * pairs, products + 3 * pairs
 
 
 @dataclass(frozen=True, slots=True)

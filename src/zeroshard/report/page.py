@@ -16,7 +16,7 @@ from zeroshard.report.experts_figure import experts_figure
 from zeroshard.report.loss_figure import loss_figure
 from zeroshard.report.memory_figure import hue, memory_figure
 from zeroshard.report.offload_timeline import read_offload_timeline, write_offload_timeline
-from zeroshard.report.run_folder import ArenaRecord, RunRecord, Summary, read_run
+from zeroshard.report.run_folder import ArenaRecord, RunRecord, SpeedRecord, Summary, read_run
 from zeroshard.report.tables import (
     activations_table,
     experts_table,
@@ -121,6 +121,7 @@ def _facts(run: RunRecord) -> Facts:
         ("Validation bits/byte", format_decimal(validation)),
         ("Training bits/byte", format_decimal(summary.train_bits_per_byte)),
         ("Wall time", format_seconds(seconds)),
+        *_speed(summary.speed),
     )
     return tuple((name, text) for name, text in facts if text != DASH)
 
@@ -134,6 +135,20 @@ def _settings(plan: dict[str, object], group: str) -> dict[str, Any]:
     """A group of settings of a stored plan."""
     settings: dict[str, Any] = upgraded(plan).get(group, {})
     return settings
+
+
+def _speed(speed: SpeedRecord | None) -> Facts:
+    """Tokens per second and model FLOPs; numbers that are not known are left out."""
+    if speed is None:
+        return ()
+    each = f" ({format_exact(round(speed.tokens_per_s_per_rank))} per rank)"
+    flops, share = speed.tflops_per_rank, speed.mfu
+    causal = f" ({speed.mfu_causal:.1%} with causal attention)"
+    return (
+        ("Tokens per second", format_exact(round(speed.tokens_per_s)) + each if speed.tokens_per_s > 0 else DASH),
+        ("Model TFLOP/s per rank", f"{flops:.3g}" if math.isfinite(flops) else DASH),
+        ("MFU", f"{share:.1%}{causal}" if math.isfinite(share) else DASH),
+    )
 
 
 def _arena(arena: ArenaRecord | None) -> str:

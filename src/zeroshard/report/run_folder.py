@@ -172,6 +172,18 @@ class ArenaRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class SpeedRecord:
+    """The median speed of all ranks, model FLOPs of a rank, and their share of the peak rate (MFU)."""
+
+    tokens_per_s: float
+    tokens_per_s_per_rank: float
+    flops_per_token: float
+    tflops_per_rank: float
+    mfu: float
+    mfu_causal: float
+
+
+@dataclass(frozen=True, slots=True)
 class ForecastRecord:
     """Predicted and measured numbers of one rank up to a step, and warnings of missed tolerances."""
 
@@ -200,6 +212,7 @@ class Summary:
     traffic: tuple[TrafficRecord, ...]
     activations: tuple[ActivationRecord, ...] = ()
     arena: ArenaRecord | None = None
+    speed: SpeedRecord | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,8 +384,11 @@ def _json_file(path: Path, when_absent: str, notes: list[str]) -> Record:
 def _summary(record: Record) -> Summary:
     kinds: dict[str, type[Any]] = {"memory": MemoryRecord, "traffic": TrafficRecord, "activations": ActivationRecord}
     tables = {name: tuple(row.read(kind) for row in record.records(name)) for name, kind in kinds.items()}
-    arena = record.record("arena")
-    return record.read(Summary, **tables, arena=arena.read(ArenaRecord) if arena.fields else None)
+    nested: dict[str, tuple[Record, type[Any]]] = {
+        "arena": (record.record("arena"), ArenaRecord), "speed": (record.record("speed"), SpeedRecord),
+    }  # fmt: skip
+    inner = {name: one.read(kind) if one.fields else None for name, (one, kind) in nested.items()}
+    return record.read(Summary, **tables, **inner)
 
 
 def _memory(record: Record) -> MemoryStep | None:

@@ -54,7 +54,7 @@ def shape_of(model: str) -> ModelShape | None:
         size = SIZES[model]
         width, vocabulary = size.width, size.vocabulary
         each = 12 * width**2 + 2 * width
-        block = ModelBlock(size.layers, each, each, GPT_KEPT * width)
+        block = ModelBlock(size.layers, each, each, GPT_KEPT * width, 2 * width)
         return ModelShape((block,), vocabulary * width + width, width, vocabulary, chunks=True)
     table = configuration(model)
     if table is None:
@@ -74,19 +74,20 @@ def _like_gpt2(table: Mapping[str, Any]) -> ModelShape:
     each = 12 * width**2 + 13 * width
     tables = 1 if table.get("tie_word_embeddings", table["model_type"] == "gpt2") else 2
     rest = (tables * vocabulary + learned + 2) * width
-    return ModelShape((ModelBlock(layers, each, each, GPT_KEPT * width),), rest, width, vocabulary, chunks=False)
+    block = ModelBlock(layers, each, each, GPT_KEPT * width, 2 * width)
+    return ModelShape((block,), rest, width, vocabulary, chunks=False)
 
 
 def _like_llama(table: Mapping[str, Any]) -> ModelShape:
     width, layers, vocabulary = table["hidden_size"], table["num_hidden_layers"], table["vocab_size"]
-    attention, queries, pairs = _attention(table)
+    attention, queries, pairs, values = _attention(table)
     many, inner = next(filter(None, map(table.get, EXPERTS)), 0), table["intermediate_size"]
 
     def block(number: int, held: int, used: int) -> ModelBlock:
         """A block whose feed-forward has so many inner features, of which a token uses some."""
         kept = WIDTHS_KEPT * width + QUERIES_KEPT * queries + PAIRS_KEPT * pairs + INNER_KEPT * used
         common = attention + 2 * width + many * width * (held != used)
-        return ModelBlock(number, common + 3 * width * held, common + 3 * width * used, kept)
+        return ModelBlock(number, common + 3 * width * held, common + 3 * width * used, kept, queries + values)
 
     each = table.get("moe_intermediate_size") or inner
     shared = table.get("n_shared_experts", 0) * each + table.get("shared_expert_intermediate_size", 0)
@@ -99,8 +100,8 @@ def _like_llama(table: Mapping[str, Any]) -> ModelShape:
     return ModelShape(tuple(each for each in blocks if each.number), rest, width, vocabulary, chunks=False)
 
 
-def _attention(table: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Parameters of an attention, and the widths of its queries and of its keys."""
+def _attention(table: Mapping[str, Any]) -> tuple[int, int, int, int]:
+    """Parameters of an attention, and the widths of its queries, of its keys and of the values of all heads."""
     width, heads = table["hidden_size"], table["num_attention_heads"]
     if table.get("kv_lora_rank"):  # multi-head latent attention (2405.04434, section 2.1)
         plain, turned, value = table["qk_nope_head_dim"], table["qk_rope_head_dim"], table["v_head_dim"]
@@ -108,7 +109,7 @@ def _attention(table: Mapping[str, Any]) -> tuple[int, int, int]:
         asked = heads * (plain + turned)
         to_queries = width * asked if queries is None else queries * (width + asked + 1)
         rest = width * (inside + turned) + inside * (1 + heads * (plain + value)) + heads * value * width
-        return to_queries + rest, asked, asked
+        return to_queries + rest, asked, asked, heads * value
     head = table.get("head_dim") or width // heads
     pairs = (table.get("num_key_value_heads") or heads) * head
-    return 2 * width * heads * head + 2 * width * pairs, heads * head, pairs
+    return 2 * width * heads * head + 2 * width * pairs, heads * head, pairs, heads * head

@@ -112,7 +112,9 @@ class Progress:
         parts = [f"step {step}/{self._steps}", f"  ETA {self._remaining(step)}"]
         parts += [f"  loss {metrics['bits_per_byte']:.3f}", " bits/byte"]
         parts += [f"  skipped {skipped}"] if skipped else []
-        parts += [f"  {self._speed:,.0f} tokens/s", f"  |grad| {metrics['grad_norm']:.2f}"]
+        parts.append(f"  {self._speed:,.0f} tokens/s")
+        parts += [f"  MFU {metrics['mfu']:.0%}"] if "mfu" in metrics else []
+        parts.append(f"  |grad| {metrics['grad_norm']:.2f}")
         parts += [f"  memory {ledger_bytes / 2**20:.1f} MiB", f"  RSS {metrics['rss_bytes'] / 2**20:.0f} MiB"]
         if "exposed_seconds" in metrics:
             parts.append(f"  exposed {exposed_text(metrics['exposed_seconds'], 2)}")

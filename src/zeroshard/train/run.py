@@ -36,6 +36,7 @@ from zeroshard.train.optimizers import make_optimizer
 from zeroshard.train.planning import Outlook, plan_ahead
 from zeroshard.train.progress import Exposed, Progress
 from zeroshard.train.trace import OffloadTrace, write_timeline
+from zeroshard.train.utilization import Speed, utilization_of
 from zeroshard.units.materialise import seed_of
 from zeroshard.version import __version__
 
@@ -126,6 +127,7 @@ class Run:
         plan = config.plan
         if self.folder.split:
             plan = plan.with_settings({"pipeline_parallel.split": self.folder.split})
+        self._speed = Speed(utilization_of(config, self.built, mesh.device, mesh.ranks), mesh.ranks)
         optimizer = make_optimizer(config, self.built.module, mesh.device)
         values, module = self.built.values, self.built.module
         self.engine = Engine(module, optimizer, plan, mesh=mesh, initialise=values, example=self._example())
@@ -146,7 +148,6 @@ class Run:
         self._offload_trace: OffloadTrace | None = None
         self._tracing, self._trace = ExitStack(), Trace()
         self._stragglers = Stragglers(mesh.ranks)
-        self._started = time.perf_counter()
 
     def train(self) -> dict[str, Any]:
         """Train to the last step; returns the summary that the run folder keeps on the rank that reports.
@@ -293,16 +294,17 @@ class Run:
                 f"let the run go back and leave out the batch with rollbacks."
             )
         elapsed = time.perf_counter() - began
+        tokens = config.batch_per_rank * config.sequence * engine.data_ranks
         metrics = {
             "step": step + 1,
             "loss": done.loss,
             "bits_per_byte": self.text.bits_per_byte(done.loss),
             "grad_norm": result.grad_norm,
-            "tokens_per_s": config.batch_per_rank * config.sequence * engine.data_ranks / elapsed,
+            **self._speed.step(tokens, elapsed),
             "learning_rate": rate,
             "loss_scale": result.loss_scale if config.plan.scales_loss else None,
             "skipped": result.skipped,
-            "seconds": time.perf_counter() - self._started,
+            "seconds": self._speed.seconds,
             "rss_bytes": psutil.Process().memory_info().rss,
             "checkpoint_seconds": self.keeping.exposed_seconds,
             **self._exposed.step(),
@@ -369,7 +371,7 @@ class Run:
         self.built.module.train()
         loss = _mean(engine.world, total / count, f"validation after step {step}")
         bits = self.text.bits_per_byte(loss)
-        seconds = time.perf_counter() - self._started
+        seconds = self._speed.seconds
         self.folder.write_metrics(
             {"step": step, "validation_loss": loss, "validation_bits_per_byte": bits, "seconds": seconds}
         )
@@ -383,7 +385,7 @@ class Run:
 
     def _finish(self, first: int, losses: list[float], validation: float) -> dict[str, Any]:
         engine, text, config = self.engine, self.text, self.config
-        seconds = time.perf_counter() - self._started
+        seconds = self._speed.seconds
         self._phase("the last checkpoint")
         self.keeping.finish(config.steps)
         self._phase("the summary")
@@ -401,6 +403,7 @@ class Run:
             "steps": config.steps - first,
             "skipped": engine.skipped,
             "seconds": seconds,
+            "speed": self._speed.summary(),
             "zeroshard": __version__,
             "torch": str(torch.__version__),
             "layers": engine.world.agree_on(engine.layers, "layers of every rank"),

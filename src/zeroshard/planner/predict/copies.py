@@ -9,8 +9,11 @@ from torch import nn
 from zeroshard.errors import PlanError
 
 
-def zeroed_copy(model: nn.Module) -> nn.Module:
+def zeroed_copy(model: nn.Module, device: str | None = None) -> nn.Module:
     """A copy of the model with zeros for its tensors; under `fakes` they have no values and take no memory.
+
+    Args:
+        device: of all its tensors; by default "meta" for those on it, and "cpu" for others.
 
     Raises:
         PlanError: the model cannot be copied.
@@ -19,7 +22,7 @@ def zeroed_copy(model: nn.Module) -> nn.Module:
     for module in model.modules():
         own = (*module._parameters.values(), *module._buffers.values(), *vars(module).values())
         for tensor in (value for value in own if isinstance(value, torch.Tensor)):
-            memo[id(tensor)] = memo.get(id(tensor), _like(tensor))
+            memo[id(tensor)] = memo.get(id(tensor), _like(tensor, device))
     try:
         return copy.deepcopy(model, memo)
     except Exception as error:
@@ -29,8 +32,8 @@ def zeroed_copy(model: nn.Module) -> nn.Module:
         ) from error
 
 
-def _like(tensor: torch.Tensor) -> torch.Tensor:
-    zeros = torch.zeros(tensor.shape, dtype=tensor.dtype, device="meta" if tensor.is_meta else "cpu")
+def _like(tensor: torch.Tensor, device: str | None) -> torch.Tensor:
+    zeros = torch.zeros(tensor.shape, dtype=tensor.dtype, device=device or ("meta" if tensor.is_meta else "cpu"))
     if not isinstance(tensor, nn.Parameter):
         return zeros
     parameter = nn.Parameter(zeros, requires_grad=tensor.requires_grad)
