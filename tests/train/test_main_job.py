@@ -160,7 +160,7 @@ def test_tensorboard_events(text: Path, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    run = job(text, tmp_path, "--steps", "3", "--tensorboard")
+    run = job(text, tmp_path, "--steps", "3", "--loggers", "tensorboard")
     events = EventAccumulator(str(run / "tensorboard")).Reload()
     written = [event.value for event in events.Scalars("loss")]
     assert written == pytest.approx([line["loss"] for line in metrics(run) if "loss" in line])

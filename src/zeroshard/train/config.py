@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from zeroshard.errors import ConfigError
 from zeroshard.moe.policy import Mixture
 from zeroshard.plan import RENAMED, Plan, option_of, renamed
+from zeroshard.train.loggers import check_loggers
 from zeroshard.train.option_tree import Named
 from zeroshard.train.option_values import check_least
 
@@ -115,8 +116,9 @@ class TrainConfig:
     trace: bool = False
     """Keep a timeline in the run folder and its report: of one step of a pipeline, measured beside simulated, or of
     two steps with offload."""
-    tensorboard: bool = False
-    """Write TensorBoard events too (extra: tensorboard)."""
+    loggers: tuple[str, ...] = ()
+    """Loggers of the metrics beside the run folder: tensorboard, wandb, mlflow, trackio (extras of these names), or
+    code of your own: mine.py:Logger."""
     ranks: int | None = None
     """Processes to start on this machine; under torchrun, the number that it must have started."""
     device: str = "auto"
@@ -147,6 +149,7 @@ class TrainConfig:
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be between 0 and 1.")
         self._check_guard()
+        check_loggers(self.loggers)
         if self.experts == 0:
             for name, value, usual in (("router", self.router, "switch"), ("experts_every", self.experts_every, 2)):
                 if value != usual:
@@ -181,6 +184,8 @@ class TrainConfig:
             return dict(table)  # not of a run folder, whose file always has the plan's table
         earlier = {name: current for name, current in RENAMED_OPTIONS.items() if current not in table}
         options = {earlier.get(name, name): value for name, value in table.items()}
+        if options.pop("tensorboard", False):
+            options["loggers"] = ["tensorboard"]
         return {**options, "plan": renamed(plan)}
 
     def _check_guard(self) -> None:

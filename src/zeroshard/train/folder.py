@@ -4,7 +4,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -13,7 +13,9 @@ from zeroshard.comm.mesh import Mesh, attempt, job, owner
 from zeroshard.comm.run_lock import HELD, Owner, hold, release
 from zeroshard.errors import ConfigError
 from zeroshard.memory.ledger import Category, Event
+from zeroshard.parts.settings import flat
 from zeroshard.train.config import TrainConfig
+from zeroshard.train.loggers import Loggers
 from zeroshard.train.toml_config import dump_toml
 
 LOCK = "run.lock"  # names the process that works in the folder
@@ -32,7 +34,7 @@ class RunFolder:
     def __init__(self, path: Path, continued: bool, split: Sequence[str]) -> None:
         self.path, self.continued, self.split = path, continued, tuple(split)
         self._metrics: TextIO | None = None
-        self._tensorboard: Any = None
+        self._loggers: Loggers | None = None
         self._owner: Owner | None = None  # on the rank that holds the lock
 
     @classmethod
@@ -71,7 +73,7 @@ class RunFolder:
     def open(self, config: TrainConfig, split: Sequence[str]) -> None:
         """Open the files, on the rank that writes them. `split`: the layers at which the model was cut."""
         self._metrics = _appending(self.path / "metrics.jsonl")
-        self._tensorboard = _summary_writer(self.path) if config.tensorboard else None
+        self._loggers = Loggers(config.loggers, self.path, _settings(config))
         kept = json.loads((self.path / SAME).read_text())
         splits = {**kept.get("split", {}), _cut_settings(config): list(split)}
         _replace(self.path / SAME, {**kept, "split": splits})
@@ -80,9 +82,8 @@ class RunFolder:
         """Append one line of metrics."""
         if self._metrics is not None:
             self._metrics.write(json.dumps(metrics) + "\n")
-        if self._tensorboard is not None:
-            for name, value in _scalars(metrics):
-                self._tensorboard.add_scalar(name, value, metrics["step"])
+        if self._loggers is not None:
+            self._loggers.log(dict(_scalars(metrics)), metrics["step"])
 
     def write_memory(self, events: Sequence[Event], rank: int) -> None:
         """Write the memory of one step, for the report's picture."""
@@ -107,8 +108,8 @@ class RunFolder:
             release(self.path / LOCK, self._owner)
         if self._metrics is not None:
             self._metrics.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+        if self._loggers is not None:
+            self._loggers.close()
 
 
 def _scalars(metrics: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, float]]:
@@ -156,6 +157,12 @@ def _identity(config: TrainConfig) -> dict[str, Any]:
     return {"data": data, "seed": config.plan.seed, **{name: getattr(config, name) for name in names}}
 
 
+def _settings(config: TrainConfig) -> dict[str, Any]:
+    """The options of a run by their names, those of its plan too, for loggers."""
+    options = {field.name: getattr(config, field.name) for field in fields(config) if field.name != "plan"}
+    return {**options, **dict(flat(config.plan.as_dict()))}
+
+
 def _cut_settings(config: TrainConfig) -> str:
     """The settings that decide where a model is cut, besides the measured times of its layers."""
     plan = config.plan
@@ -192,13 +199,3 @@ def _appending(path: Path) -> TextIO:
     if cut:
         file.write("\n")
     return file
-
-
-def _summary_writer(path: Path) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ConfigError(
-            "--tensorboard needs the package tensorboard; run pip install 'zeroshard[tensorboard]', or leave it out."
-        ) from error
-    return SummaryWriter(str(path / "tensorboard"))
