@@ -22,6 +22,7 @@ from torch import nn
 from zeroshard.comm.mesh import init_mesh
 from zeroshard.engine import Engine
 from zeroshard.errors import OptimizerError, PlanError
+from zeroshard.interop.loops import check_loop
 from zeroshard.interop.optimizer import EngineOptimizer
 from zeroshard.plan import Plan
 
@@ -53,12 +54,7 @@ class ZeroshardStrategy(DDPStrategy):
 
     def __init__(self, plan: Plan | None = None, **settings: Any) -> None:
         self.plan = plan or Plan()
-        if self.plan.pipelined or self.plan.microbatches > 1:
-            raise PlanError(
-                f"pipeline_parallel={self.plan.pipeline.stages} and microbatches={self.plan.microbatches} are for "
-                f"engine.train_step, and "
-                f"here lightning owns the loop. Leave both at 1, and give accumulate_grad_batches to the Trainer."
-            )
+        check_loop(self.plan, "give accumulate_grad_batches to the Trainer")
         self.engine: Engine | None = None
         super().__init__(precision_plugin=EnginePrecision(self), **settings)
 

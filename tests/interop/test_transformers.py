@@ -1,0 +1,103 @@
+"""Trainers of transformers and TRL over an engine: their losses, and the arguments that people give them."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jobs import run_job
+from selection import by_default
+
+for needed in ("transformers", "accelerate"):
+    pytest.importorskip(needed)
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of packages that are imported
+    pytest.importorskip("trl")
+    from interop import transformers_runs as runs
+ROOT = Path(__file__).parents[2]
+CASES = [(name, plan) for name in runs.TRAINERS for plan in runs.PLANS]
+EXACT = ("loss", "learning_rate", "eval_loss", "eval_tokens", "mean_token_accuracy", "accuracy")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory, whole: bool) -> dict[str, Any]:
+    """The records of one job of two ranks."""
+    folder = tmp_path_factory.mktemp("trainers")
+    run_job(ROOT / "tests" / "interop" / "transformers_runs.py", str(folder), *(["--whole"] if whole else []))
+    return dict(torch.load(folder / "engine.pt", weights_only=True))
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The records of the same trainers in this process, without an engine."""
+    folder = tmp_path_factory.mktemp("plain")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return {"curves": runs.curves(folder, False, False), **runs.plain_features(folder)}
+
+
+@pytest.mark.parametrize("case", by_default(CASES, *runs.DEFAULT.items()), ids=", ".join)
+def test_losses_are_those_of_one_process(found: dict[str, Any], plain: dict[str, Any], case: tuple[str, str]) -> None:
+    trainer, plan = case
+    run, alone = found["curves"][f"{trainer}, {plan}"], plain["curves"][trainer]
+    assert len(run["loss"]) == 20
+    compared = [name for name in EXACT if name in alone]
+    for name in compared:
+        assert run[name] == pytest.approx(alone[name], rel=1e-5, abs=1e-5), name
+    assert run["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-4)
+    assert ("eval_tokens" in compared) == (trainer == "seq2seq")  # generated, at every stage
+
+
+def test_sums_over_tokens_with_label_smoothing(found: dict[str, Any], plain: dict[str, Any]) -> None:
+    for name in ("loss", "grad_norm"):
+        assert found["accumulates"][name] == pytest.approx(plain["accumulates"][name], rel=1e-5)
+
+
+def test_bf16_is_the_precision_of_the_plan(found: dict[str, Any], plain: dict[str, Any]) -> None:
+    precision, run = found["bf16"]
+    assert precision == "bf16"
+    assert run["loss"] == pytest.approx(plain["bf16"]["loss"], rel=5e-3)
+    assert run["loss"] != plain["curves"]["trainer"]["loss"]
+
+
+def test_a_stopped_run_resumes_bit_for_bit(found: dict[str, Any]) -> None:
+    run = found["resumed"]
+    assert len(run["straight"]) == 12
+    assert run["resumed"] == run["straight"]
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("stop", [4, 5, 7, 9, 11])
+@pytest.mark.parametrize("trainer", runs.TRAINERS)
+def test_each_trainer_resumes_bit_for_bit(found: dict[str, Any], trainer: str, stop: int) -> None:
+    run = found[f"{trainer} at {stop}"]
+    assert run["resumed"] == run["straight"]
+
+
+@pytest.mark.whole
+def test_a_run_goes_on_under_another_plan(found: dict[str, Any]) -> None:
+    run = found["other plan"]
+    assert run["resumed"] == pytest.approx(run["straight"], rel=1e-6)
+
+
+@pytest.mark.whole
+def test_groups_by_length_are_those_of_ddp(found: dict[str, Any]) -> None:
+    assert found["groups"]["loss"] == pytest.approx(found["groups, ddp"]["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("case", ["best", "best of models"])
+def test_the_best_weights_are_there_at_the_end(found: dict[str, Any], case: str) -> None:
+    run = found[case]
+    assert run["steps"] < 20  # early stopping
+    assert run["loss"] == pytest.approx(run["best"], rel=1e-6)
+    assert len(run["folders"]) == 2  # save_total_limit
+    assert run["saved"]  # save_model writes them for from_pretrained
+
+
+def test_a_resume_without_states_is_refused_unless_asked_for(found: dict[str, Any]) -> None:
+    without, nothing, optimizer = found["errors"]
+    assert without.startswith("CheckpointError") and "resume_without_states=True" in without
+    assert nothing.startswith("CheckpointError") and "Leave resume_from_checkpoint out" in nothing
+    assert optimizer.startswith("OptimizerError: The optimizer's states are in slices")
+    assert found["without states"][-1] == 12

@@ -1,0 +1,255 @@
+"""Runs of trainers of transformers and TRL with and without an engine, for test_transformers.py."""
+
+import contextlib
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from datasets import Dataset
+from interop.trainer_models import llama, pairs, preferences, reward_model, sentences, t5, tokenizer
+from jobs import error_of
+from transformers import (
+    DataCollatorForSeq2Seq,
+    EarlyStoppingCallback,
+    LlamaForCausalLM,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+import zeroshard as zs
+
+os.environ |= {"CI": "1", "HF_HUB_OFFLINE": "1"}  # read by TRL, which else reports its use
+from zeroshard.interop.transformers import ZeroshardMixin
+
+Build = Callable[..., Trainer]
+PLANS = {
+    "zero 0": {"zero": 0},
+    "zero 1": {"zero": 1},
+    "zero 2": {"zero": 2},
+    "zero 3": {"zero": 3},
+    "offload": {"zero": 3, "offload": "optimizer,parameters"},
+}
+
+
+def over(trainer: type, plan: zs.Plan | None) -> Any:
+    """The class of a trainer over an engine, if there is a plan."""
+    return trainer if plan is None else type(f"Zeroshard{trainer.__name__}", (ZeroshardMixin, trainer), {})
+
+
+def settings(folder: Path, plan: zs.Plan | None, **more: Any) -> dict[str, Any]:
+    """Training arguments of one half of the ranks' batch each with an engine, and of the whole batch without."""
+    return {
+        "output_dir": str(folder), "learning_rate": 1e-2, "max_grad_norm": 0.5, "use_cpu": True, "logging_steps": 1,
+        "report_to": "none", "disable_tqdm": True, "max_steps": 20, "save_strategy": "no", "warmup_steps": 4,
+        "lr_scheduler_type": "cosine", "per_device_train_batch_size": 2 if plan else 4,
+        "per_device_eval_batch_size": 2 if plan else 4, **more,
+    }  # fmt: skip
+
+
+def rows_of(texts: list[str]) -> list[dict[str, Any]]:
+    """Rows for a causal model."""
+    words = tokenizer()
+    return [{"input_ids": words(text)["input_ids"], "labels": words(text)["input_ids"]} for text in texts]
+
+
+def causal(folder: Path, plan: zs.Plan | None, **more: Any) -> Trainer:
+    """transformers' Trainer, with rows of different lengths."""
+    collate = DataCollatorForSeq2Seq(tokenizer(), padding=True)
+    keep = {name: more.pop(name) for name in ("callbacks", "resume_without_states", "optimizers") if name in more}
+    given = {} if plan is None else {"plan": plan}
+    return over(Trainer, plan)(
+        llama(more.pop("dropout", 0.0)), TrainingArguments(**settings(folder, plan, **more)), collate,
+        rows_of(sentences(24)), rows_of(sentences(8, 5)), **given, **keep,
+    )  # fmt: skip
+
+
+def to_sequence(folder: Path, plan: zs.Plan | None, **more: Any) -> Trainer:
+    """transformers' Seq2SeqTrainer, which generates when it evaluates."""
+    more |= {"predict_with_generate": True, "generation_max_length": 12, "eval_strategy": "steps", "eval_steps": 10}
+    more |= {"average_tokens_across_devices": False}  # T5 ignores counts of tokens, so the Trainer would scale its mean
+    arguments = Seq2SeqTrainingArguments(**settings(folder, plan, **more))
+    model, rows = t5(), pairs(24)
+    given = {} if plan is None else {"plan": plan}
+    return over(Seq2SeqTrainer, plan)(
+        model, arguments, DataCollatorForSeq2Seq(tokenizer(), model), rows, rows[:8], tokenizer(),
+        compute_metrics=lambda found: {"tokens": float(found.predictions.clip(0).sum())}, **given,
+    )  # fmt: skip
+
+
+def sft(folder: Path, plan: zs.Plan | None, **more: Any) -> Trainer:
+    """TRL's SFTTrainer on prompts and completions."""
+    from trl import SFTConfig, SFTTrainer
+
+    rows = Dataset.from_list([{"prompt": row["prompt"], "completion": row["chosen"]} for row in preferences(24)])
+    given = {} if plan is None else {"plan": plan}
+    arguments = SFTConfig(**settings(folder, plan, **{"bf16": False, "max_length": 32, **more}))
+    return over(SFTTrainer, plan)(llama(), arguments, train_dataset=rows, processing_class=tokenizer(), **given)
+
+
+def dpo(folder: Path, plan: zs.Plan | None, **more: Any) -> Trainer:
+    """TRL's DPOTrainer with a reference model."""
+    from trl import DPOConfig, DPOTrainer
+
+    given = {} if plan is None else {"plan": plan}
+    arguments = DPOConfig(**settings(folder, plan, **{"bf16": False, "max_length": 32, **more}))
+    return over(DPOTrainer, plan)(
+        llama(), llama(), arguments, train_dataset=Dataset.from_list(preferences(24)), processing_class=tokenizer(),
+        **given,
+    )  # fmt: skip
+
+
+def reward(folder: Path, plan: zs.Plan | None, **more: Any) -> Trainer:
+    """TRL's RewardTrainer."""
+    from trl import RewardConfig, RewardTrainer
+
+    given = {} if plan is None else {"plan": plan}
+    rows = Dataset.from_list(preferences(24, prompt=False))
+    arguments = RewardConfig(**settings(folder, plan, **{"bf16": False, "max_length": 32, **more}))
+    return over(RewardTrainer, plan)(
+        reward_model(), arguments, train_dataset=rows, processing_class=tokenizer(), **given
+    )
+
+
+TRAINERS: dict[str, Build] = {"trainer": causal, "seq2seq": to_sequence, "sft": sft, "dpo": dpo, "reward": reward}
+SUMS = {"gradient_accumulation_steps": 2, "label_smoothing_factor": 0.1, "max_steps": 6}
+DEFAULT = {"trainer": "zero 3", "seq2seq": "zero 3", "sft": "zero 3", "dpo": "zero 2", "reward": "offload"}
+
+
+def record(trainer: Trainer) -> dict[str, list[Any]]:
+    """Losses, norms, rates and metrics of each log of a trained trainer."""
+    found: dict[str, list[Any]] = {}
+    for log in trainer.state.log_history:
+        for name, value in log.items():
+            if "runtime" not in name and "per_second" not in name and "time" not in name:
+                found.setdefault(name, []).append(value)
+    return found
+
+
+def curves(folder: Path, engine: bool, whole: bool) -> dict[str, Any]:
+    """The records of all trainers under their plans, or without."""
+    found: dict[str, Any] = {}
+    for name, build in TRAINERS.items():
+        for plan in (PLANS if whole else [DEFAULT[name]]) if engine else [""]:
+            trainer = build(folder / name, zs.Plan(**PLANS[plan]) if engine else None)
+            trainer.train()
+            found[f"{name}, {plan}" if engine else name] = record(trainer)
+    return found
+
+
+class Stops(TrainerCallback):
+    """A callback that fails after a step, as a job that is killed."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+def resumed(folder: Path, build: Build, stop: int, plan: zs.Plan, again: zs.Plan, **more: Any) -> dict[str, Any]:
+    """The losses of a run, those of one that stops and resumes, and what it resumed from."""
+    more = {"max_steps": 12, "save_strategy": "steps", "save_steps": 3, **more}
+    straight = build(folder / "straight", plan, **{**more, "save_strategy": "no"})
+    straight.train()
+    stops = build(folder / "stops", plan, **more)
+    stops.add_callback(Stops(stop))
+    with contextlib.suppress(KeyboardInterrupt):
+        stops.train()
+    goes_on = build(folder / "stops", again, **more)
+    goes_on.train(resume_from_checkpoint=True)
+    return {"straight": record(straight)["loss"], "resumed": record(goes_on)["loss"]}
+
+
+def best(folder: Path, only_model: bool, plan: zs.Plan) -> dict[str, Any]:
+    """What is left of a run that stops early and loads its best weights."""
+    more = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
+    trainer = causal(
+        folder, plan, load_best_model_at_end=True, learning_rate=0.1, save_only_model=only_model,
+        callbacks=[EarlyStoppingCallback(2)], **more,
+    )  # fmt: skip
+    trainer.train()
+    trainer.save_model(str(folder / "saved"))
+    files = sorted(path.name for path in folder.glob("checkpoint-*"))
+    loss = trainer.evaluate()["eval_loss"]
+    if trainer.is_world_process_zero():
+        saved = LlamaForCausalLM.from_pretrained(folder / "saved").state_dict()
+    weights = trainer.engine.state_dict()
+    same = not trainer.is_world_process_zero() or all(torch.equal(weights[name], saved[name]) for name in saved)
+    return {
+        "steps": trainer.state.global_step, "best": trainer.state.best_metric, "loss": loss, "folders": files,
+        "saved": same,
+    }  # fmt: skip
+
+
+def plain_features(folder: Path) -> dict[str, Any]:
+    """The records of runs without an engine."""
+    found = {}
+    for name, more in (("accumulates", SUMS), ("bf16", {"bf16": True})):
+        trainer = causal(folder / name, None, **more)
+        trainer.train()
+        found[name] = record(trainer)
+    return found
+
+
+def features(folder: Path, whole: bool) -> dict[str, Any]:
+    """Runs with arguments as people have them, under an engine."""
+    three, two = zs.Plan(zero=3), zs.Plan(zero=2)
+    found: dict[str, Any] = {}
+    found["resumed"] = resumed(folder / "resumed", partial(causal, dropout=0.2), 7, three, three)
+    found["best"] = best(folder / "best", False, three)
+    found["best of models"] = best(folder / "models", True, two)
+    accumulates = causal(folder / "accumulates", two, **SUMS)
+    accumulates.train()
+    found["accumulates"] = record(accumulates)
+    rounded = causal(folder / "rounded", three, bf16=True)
+    rounded.train()
+    found["bf16"] = (rounded.engine.plan.precision, record(rounded))
+    found["errors"] = [
+        error_of(lambda: causal(folder / "models", two).train(resume_from_checkpoint=True)),
+        error_of(lambda: causal(folder / "nothing", two).train(resume_from_checkpoint=True)),
+        error_of(accumulates.optimizer.state_dict),
+    ]
+    again = causal(folder / "models", two, resume_without_states=True, max_steps=12, save_strategy="no")
+    again.train(resume_from_checkpoint=True)
+    found["without states"] = record(again)["step"]
+    return {**found, **(dear_features(folder) if whole else {})}
+
+
+def dear_features(folder: Path) -> dict[str, Any]:
+    """Further runs, of `--whole`."""
+    found: dict[str, Any] = {}
+    three, two = zs.Plan(zero=3), zs.Plan(zero=2)
+    found["other plan"] = resumed(folder / "other", causal, 5, three, zs.Plan(zero=1))
+    for number, (name, build) in enumerate(TRAINERS.items()):
+        plan = zs.Plan(**list(PLANS.values())[number])
+        for stop in (4, 5, 7, 9, 11):
+            found[f"{name} at {stop}"] = resumed(folder / f"{name}-{stop}", build, stop, plan, plan)
+    for name, plan in (("groups", two), ("groups, ddp", None)):
+        more = {"train_sampling_strategy": "group_by_length", "per_device_train_batch_size": 2, "max_steps": 8}
+        grouped = causal(folder / name, plan, **more)
+        grouped.train()
+        found[name] = record(grouped)
+    return found
+
+
+def main(folder: Path, whole: bool) -> None:
+    """All runs under an engine, one after the other; rank 0 writes their records."""
+    found = {"curves": curves(folder, True, whole), **features(folder, whole)}
+    if dist.get_rank() == 0:
+        torch.save(found, folder / "engine.pt")
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    main(Path(sys.argv[1]), "--whole" in sys.argv)
