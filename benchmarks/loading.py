@@ -7,13 +7,15 @@ it at the end. A launch is fresh processes with one thread each, which import th
 start; the files are in the page cache. Ways to load, in turns:
 
 - `read`: each of N processes reads the bytes of 1/N of the tensors into new memory, in the dtype of the model.
-- `ours`: zs.from_pretrained under Plan(zero=3), with torch.optim.SGD, which has no states.
+- `ours`: zs.from_pretrained under Plan(zero=3), with torch.optim.SGD, which has no states. Gradients, and fp32 masters
+  of parameters in the files' dtype, get their memory with the first step, in which they are written.
 - `theirs`: AutoModelForCausalLM.from_pretrained of transformers, whole on every process, with its values copied out of
   the mapped files, as the first update would copy them.
 
-Figures are medians over rounds: the wall time of the slowest process and the CPU seconds of all. The peak of the
-processes' proportional set sizes (PSS, from /proc/self/smaps_rollup), summed at each time over the processes and
-without their sum before the load, comes from launches of their own, since sampling takes time. Bars: memory at most the
+Figures are medians over rounds: the wall time of the slowest process, and of all of them the CPU seconds and the pages
+that they took (minor faults). The peak of the processes' proportional set sizes (PSS, from /proc/self/smaps_rollup),
+summed at each time over the processes and without their sum before the load, comes from launches of their own, since
+sampling takes time. Bars: memory at most the
 states that the engine keeps (parameters, gradients and, of 16-bit parameters, fp32 masters, a slice of each on every
 rank), the largest tensor and 64 MiB; time at most 1.1 of `read` and 0.5 of `theirs`. The exit status is 1 if memory is
 above its bar; times depend on other work on the machine.
@@ -22,6 +24,7 @@ above its bar; times depend on other work on the machine.
 import argparse
 import json
 import os
+import resource
 import statistics
 import sys
 import tempfile
@@ -74,7 +77,11 @@ def main() -> int:
     files, states = sizes["files"] / 1e6, sizes["states"] / 1e6
     print(f"{options.shape}, {options.dtype}: files {files:,.0f} MB, states {states:,.0f} MB, bar {bar / 1e6:,.0f} MB")
     for row in rows:
-        print("{ranks} ranks  {way:7} {wall:8.2f} s  {cpu:8.2f} CPU s  peak {peak:8.1f} MB".format(**row))
+        print(
+            "{ranks} ranks  {way:7} {wall:8.2f} s  {cpu:8.2f} CPU s  {faults:9,.0f} faults  peak {peak:8.1f} MB".format(
+                **row
+            )
+        )
     over = [row for row in rows if row["way"] == "ours" and row["peak"] * 1e6 > bar]
     keep({"circumstances": circumstances(), "shape": options.shape, "dtype": options.dtype, **sizes, "rows": rows},
          options.json)  # fmt: skip
@@ -83,18 +90,18 @@ def main() -> int:
 
 def measured(cases: list[tuple[int, str]], words: list[str], rounds: int) -> list[dict[str, Any]]:
     """One row for each number of ranks and way to load."""
-    times: dict[tuple[int, str], list[tuple[float, float]]] = {case: [] for case in cases}
+    times: dict[tuple[int, str], list[tuple[float, float, int]]] = {case: [] for case in cases}
     for _ in range(rounds):
         for ranks, way in cases:
             answers = launch(__file__, ["--way", way, *words], ranks)
             wall, cpu = max(each["wall"] for each in answers), sum(each["cpu"] for each in answers)
-            times[ranks, way].append((wall, cpu))
+            times[ranks, way].append((wall, cpu, sum(each["faults"] for each in answers)))
     rows = []
     for ranks, way in cases:
         answers = launch(__file__, ["--way", way, "--sampled", *words], ranks)
-        wall, cpu = (statistics.median(column) for column in zip(*times[ranks, way], strict=True))
+        wall, cpu, faults = (statistics.median(column) for column in zip(*times[ranks, way], strict=True))
         peak = peak_of([each["samples"] for each in answers]) / 1e6
-        rows.append({"ranks": ranks, "way": way, "wall": wall, "cpu": cpu, "peak": peak})
+        rows.append({"ranks": ranks, "way": way, "wall": wall, "cpu": cpu, "faults": faults, "peak": peak})
     return rows
 
 
@@ -148,7 +155,7 @@ def load(way: str, folder: Path, dtype: str, sampled: bool) -> dict[str, Any]:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     kind, rank, ranks = getattr(torch, dtype), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    mesh = zs.init_mesh()
+    mesh, from_pretrained = zs.init_mesh(), zs.from_pretrained
 
     def read() -> Any:
         """The bytes of every N-th tensor."""
@@ -156,7 +163,7 @@ def load(way: str, folder: Path, dtype: str, sampled: bool) -> dict[str, Any]:
         return [shards.whole(name).to(kind) for name in sorted(shards.shapes)[rank::ranks]]
 
     def ours() -> Any:
-        return zs.from_pretrained(folder, partial(torch.optim.SGD, lr=0.1), zs.Plan(zero=3), mesh=mesh, dtype=kind)
+        return from_pretrained(folder, partial(torch.optim.SGD, lr=0.1), zs.Plan(zero=3), mesh=mesh, dtype=kind)
 
     def theirs() -> Any:
         model = Qwen2ForCausalLM.from_pretrained(folder, dtype=kind)
@@ -167,11 +174,16 @@ def load(way: str, folder: Path, dtype: str, sampled: bool) -> dict[str, Any]:
     chosen: Callable[[], Any] = {"read": read, "ours": ours, "theirs": theirs}[way]
     samples: Samples = []
     with sampling(samples) if sampled else sampling(None):
-        began, busy = time.perf_counter(), cpu_seconds()
+        began, busy, taken = time.perf_counter(), cpu_seconds(), faults()
         kept = chosen()
-        wall, cpu = time.perf_counter() - began, cpu_seconds() - busy
+        wall, cpu, pages = time.perf_counter() - began, cpu_seconds() - busy, faults() - taken
     del kept
-    return {"wall": wall, "cpu": cpu, "samples": samples}
+    return {"wall": wall, "cpu": cpu, "faults": pages, "samples": samples}
+
+
+def faults() -> int:
+    """Pages that this process has taken so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 @contextmanager

@@ -99,6 +99,11 @@ class GivenWeights:
         values = self._values(name)
         return None if values is None else tuple(values.shape)
 
+    def dtype(self, name: str) -> torch.dtype | None:
+        """The dtype of a tensor, or None if it is not there."""
+        values = self._values(name)
+        return None if values is None else values.dtype
+
     def whole(self, name: str) -> torch.Tensor:
         """All of a tensor that is not missing, flat and in its own dtype."""
         values = self._values(name)

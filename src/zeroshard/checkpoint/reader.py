@@ -57,6 +57,10 @@ class Reader:
         """The shape of a tensor, or None if it is missing."""
         return self.tensors[name].shape if name in self.tensors else None
 
+    def dtype(self, name: str) -> torch.dtype | None:
+        """The dtype of a tensor, or None if it is missing."""
+        return self.tensors[name].dtype if name in self.tensors else None
+
     def read(self, name: str, into: torch.Tensor, start: int) -> None:
         """Fill `into` (1-D) with elements of tensor `name`, from `start` on in row-major order.
 

@@ -66,6 +66,9 @@ class WeightSource(Protocol):
     def shape(self, name: str) -> Shape | None:
         """The shape of a tensor, or None if it is missing."""
 
+    def dtype(self, name: str) -> torch.dtype | None:
+        """The dtype that holds all values of a tensor as they are given; None if it is not known."""
+
     def fill(self, name: str, targets: Sequence[BoxValues]) -> None:
         """Fill boxes with elements of a tensor."""
 
@@ -158,6 +161,12 @@ class WeightFiles:
         places = self._places.get(name.partition(":")[2])
         return self._files.shapes[places[0]] if places else None
 
+    def dtype(self, name: str) -> torch.dtype | None:
+        """The dtype of a tensor in safetensors files; None in others, and of one that is made of several."""
+        places = self._places.get(name.partition(":")[2])
+        dtype_of: Callable[[str], torch.dtype] | None = getattr(self._files, "dtype", None)
+        return dtype_of(places[0]) if places and dtype_of is not None else None
+
     def fill(self, name: str, targets: Sequence[BoxValues]) -> None:
         """Fill boxes with elements of a tensor; reads only these.
 
@@ -234,6 +243,11 @@ class BaseFiles:
         """The shape of a tensor, or None if it is missing."""
         base = self._base(name)
         return None if base is None else self._files.shape(base)
+
+    def dtype(self, name: str) -> torch.dtype | None:
+        """The dtype of a tensor in the files of the base; None if it is not known, or of an adapter's."""
+        base = self._base(name)
+        return None if base is None else self._files.dtype(base)
 
     def fill(self, name: str, targets: Sequence[BoxValues]) -> None:
         """Fill boxes with elements of a tensor; those of an adapter stay as they are."""

@@ -30,6 +30,7 @@ from zeroshard.comm.over_budget import over_budget_elsewhere
 from zeroshard.comm.pending import Exchange, InPlace, Naming, Pending, Position, SideBySide
 from zeroshard.comm.rendezvous import SHORTEST, give_up
 from zeroshard.errors import CommError, PlanError
+from zeroshard.memory.zeros import zeros
 from zeroshard.platform.accelerator import is_accelerator
 from zeroshard.platform.shared_memory import Signal
 from zeroshard.platform.shared_operands import SharedOperands
@@ -154,7 +155,7 @@ class Comm:
         """A zeroed 1-D buffer of this rank, which the other ranks can read if they share memory."""
         if self.shared is not None:
             return self.shared.memory.mine(numel, dtype)
-        return torch.zeros(numel, dtype=dtype, device=self.mesh.device)
+        return zeros(numel, dtype, self.mesh.device)
 
     def gather(
         self,

@@ -17,7 +17,7 @@ from zeroshard.offload.tiers import HostSlice, HostTiers, agreed_on_host
 from zeroshard.offload.updaters import HostAdam, HostScratch, HostUpdater
 from zeroshard.offload.updates import HostSum, HostUpdates
 from zeroshard.optim import SpanOptimizer, StateLayout, Steps, deal_out, layout_of, spans_of
-from zeroshard.optim.slices.updater import DeviceUpdater, MasterUpdater, Untrained
+from zeroshard.optim.slices.updater import DeviceUpdater, LateMasters, Untrained
 from zeroshard.parts.axes import Axes
 from zeroshard.parts.gradients import GradientSum, Reduction
 from zeroshard.parts.part import LateUpdates, OneVersion, Part, Parts, RandomNumbers
@@ -35,7 +35,7 @@ from zeroshard.rng.exact import random_numbers_of
 from zeroshard.rng.rows import Rows
 from zeroshard.saved.savers import Savers, SavingPlan, savers_of
 from zeroshard.units import Flat, Unit, is_small
-from zeroshard.units.materialise import FileValues, Initialiser, Materialiser, seed_of
+from zeroshard.units.materialise import FileValues, Initialiser, Materialiser, is_absent, seed_of
 from zeroshard.validation.arguments import groups_of, refuse_split, refuse_used
 from zeroshard.validation.memory import RoomChecks, raise_on_all_ranks
 from zeroshard.zero import Accumulation, BufferedGradients, ByChunk, ByPass, Residency
@@ -341,8 +341,8 @@ class Builder:
         weights, index = self._weights(flat, place), flat.index
         start, stop = index.interval(weights.rank) if self._residency.slice_states else (0, index.padded_numel)
         if self._from_files and all(on_meta):
-            values = torch.zeros((), dtype=flat.precise_dtype()).expand(index.padded_numel)
-            weights.load(values)
+            values = torch.zeros((), dtype=flat.precise_dtype()).expand(index.padded_numel)  # buffers are zero already
+            weights.load(None)
         else:
             values = self._load(weights, place, keyed, exact=flat.trainable and (flat.dtype.itemsize < 4 or on_host))
         if not flat.trainable:
@@ -393,8 +393,9 @@ class Builder:
         label, device = f"master weights {weights.flat.label}", self._comm.mesh.device
         padding = weights.flat.index.padding_in(start, start + values.numel())
         masters = self._ledger.empty(values.numel(), torch.float32, device, Category.MASTER_WEIGHTS, label, padding)
-        masters.copy_(values)
-        return MasterUpdater(weights, masters, start, spans, groups, self._arena)
+        if not is_absent(values):
+            masters.copy_(values)
+        return LateMasters(weights, masters, start, spans, groups, self._arena)
 
     def _gathers(self, comm: Comm) -> bool:
         """Whether units sliced among these ranks are gathered for use; those that ranks share are there for all."""

@@ -40,6 +40,7 @@ from zeroshard.comm.mesh import local_ranks
 from zeroshard.engine.build import Assembly
 from zeroshard.errors import CheckpointError, CheckpointWarning, DamagedError
 from zeroshard.memory.ledger import Ledger
+from zeroshard.optim.slices.updater import destination
 from zeroshard.optim.states.folder_states import FolderStates
 from zeroshard.optim.states.restoring import WAY_OUT, Saved, load_states
 from zeroshard.optim.states.whole_states import elements_of, merged_options, options_of, scalars_of, whole_pieces
@@ -448,7 +449,8 @@ class State:
         return saved
 
     def _load_weights(self, part: Part, reader: Reader | WeightSource, left_out: Container[str] = ()) -> None:
-        values, start = part.updater.values, part.updater.start
+        dtypes = {reader.dtype(f"weight:{entry.name}") for entry in part.flat.index.entries}
+        values, start = destination(part.updater, dtypes.pop() if len(dtypes) == 1 else None), part.updater.start
         for number, low, high in part.flat.index.overlaps(start, start + values.numel()):
             name = part.flat.index.entries[number].name
             if name not in left_out:

@@ -18,6 +18,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from zeroshard.errors import BudgetExceeded
+from zeroshard.memory.zeros import zeros
 
 
 class Category(StrEnum):
@@ -111,7 +112,7 @@ class Ledger:
             BudgetExceeded: the tier's budget cannot hold it.
         """
         self.take(category, numel * dtype.itemsize, label, padding=padding * dtype.itemsize)
-        return torch.zeros(numel, dtype=dtype, device=device)
+        return zeros(numel, dtype, device)
 
     def take(self, category: Category, nbytes: int, label: str, padding: int = 0, tier: str = "device") -> None:
         """Record `nbytes` (of which `padding` bytes hold no data) before they are allocated.

@@ -107,9 +107,14 @@ class Weights:
         """The buffer [N*S] that the parameters view."""
         return self.full
 
-    def load(self, values: torch.Tensor) -> None:
-        """Set the parameters from `values` [N*S], of any dtype, and point the user's parameters at them."""
-        self.full.copy_(values)
+    def load(self, values: torch.Tensor | None) -> None:
+        """Set the parameters from `values` [N*S], of any dtype, and point the user's parameters at them.
+
+        Args:
+            values: None where files give them later; until then they are zeros.
+        """
+        if values is not None:
+            self.full.copy_(values)
         self.flat.attach()
 
     def move(self, buffer: torch.Tensor) -> None:

@@ -39,9 +39,10 @@ class Mapped(Weights):
         self.full = self._comm.shared.memory.common(index.padded_numel, self.flat.dtype)
         self.own = self._part(self.full)
 
-    def load(self, values: torch.Tensor) -> None:
+    def load(self, values: torch.Tensor | None) -> None:
         """Set this rank's slice from `values` [N*S], of any dtype, and point the user's parameters at the whole."""
-        self.own.copy_(self._part(values))
+        if values is not None:
+            self.own.copy_(self._part(values))
         self.flat.attach()
 
     @property
@@ -154,9 +155,10 @@ class Sliced(Weights):
         self.own = self._keeper.slab(self.own_numel, dtype, label, padding)
         self.full = torch.empty(index.padded_numel, dtype=dtype, device=self._comm.mesh.device)
 
-    def load(self, values: torch.Tensor) -> None:
+    def load(self, values: torch.Tensor | None) -> None:
         """Set this rank's slice from `values` [N*S], of any dtype; the user's parameters read NaN."""
-        self.own.copy_(self._part(values))
+        if values is not None:
+            self.own.copy_(self._part(values))
         self.flat.detach()
 
     def end_edit(self, keep: bool = True) -> None:

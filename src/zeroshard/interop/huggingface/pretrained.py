@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from zeroshard.checkpoint.boxes import Box, BoxValues, intersection
-from zeroshard.checkpoint.stream import bytes_of
+from zeroshard.checkpoint.stream import CODES, bytes_of
 from zeroshard.checkpoint.weights import LoadReport, Shards, files_of
 from zeroshard.errors import CheckpointError, ModelError
 from zeroshard.interop.huggingface.conversion import model_tensors, pretrained_part
@@ -156,6 +156,15 @@ class PretrainedValues:
         """The shape of a tensor in the model, or None if there is no value."""
         wanted = name.partition(":")[2]
         return self._wanted.shapes[wanted] if wanted in self._match.places or wanted in self._drawn else None
+
+    def dtype(self, name: str) -> torch.dtype | None:
+        """The dtype in which the files hold all of a tensor; None if there are several, or scales."""
+        name = name.partition(":")[2]
+        if not self.reads(name):
+            return None
+        (_, tensor), *_ = self._match.places[name]
+        kinds = {self._shards.code(stored) for stored in tensor.stored()}
+        return tensor.dtype if kinds == {CODES.get(tensor.dtype)} else None
 
     def fill(self, name: str, targets: Sequence[BoxValues]) -> None:
         """Fill boxes with elements of a tensor, first with the initial values where files lack some.

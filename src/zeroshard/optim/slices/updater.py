@@ -15,7 +15,7 @@ from zeroshard.optim.slices.collective_spans import Steps
 from zeroshard.optim.slices.spans import SpanOptimizer
 from zeroshard.parts.gradients import Gradients
 from zeroshard.parts.planned import Planned, Wire, Work, on_device
-from zeroshard.parts.updater import Span
+from zeroshard.parts.updater import Span, Updater
 from zeroshard.parts.weights import Weights
 
 
@@ -45,6 +45,7 @@ class Untrained:
 
     def __init__(self, weights: Weights, values: torch.Tensor, start: int) -> None:
         self.weights, self.values, self.start = weights, values, start
+        self._numel, self._dtype = values.numel(), values.dtype
 
     @property
     def spans(self) -> Sequence[Span]:
@@ -149,7 +150,7 @@ class DeviceUpdater(Untrained):
 
     def follow(self) -> None:
         """Point the values at the buffer that holds the parameters now."""
-        self.values = self.weights.full[self.start : self.start + self.values.numel()]
+        self.values = self.weights.full[self.start : self.start + self._numel]
         self._optimizer.rebind(self._number, self.values, self.start)
 
     def elements(self, span: Span) -> dict[str, torch.Tensor]:
@@ -176,7 +177,7 @@ class DeviceUpdater(Untrained):
         """The optimizer's states of the values that this rank updates."""
         layout, index = self._optimizer.layout, self.weights.flat.index
         if layout.whole is None:
-            each = layout.bytes_per_element * self.values.itemsize // 4
+            each = layout.bytes_per_element * self._dtype.itemsize // 4
             yield on_device(index, Category.OPTIMIZER_STATES, each, self._slice_of)
         else:
             nbytes = Fraction(self._optimizer.state_bytes(self._number))
@@ -200,7 +201,7 @@ class DeviceUpdater(Untrained):
     @property
     def _slice_of(self) -> int | None:
         """The rank whose slice is updated; None if the whole flat is."""
-        return self.weights.rank if self.values.numel() < self.weights.flat.index.padded_numel else None
+        return self.weights.rank if self._numel < self.weights.flat.index.padded_numel else None
 
     def _state(self, span: Span) -> dict[str, Any]:
         state: dict[str, Any] = self._optimizer.held.states.get(span.tensor, {})
@@ -266,7 +267,7 @@ class MasterUpdater(DeviceUpdater):
     @property
     def target(self) -> torch.Tensor:
         """The parameters of `values`, in the dtype of computation."""
-        whole = self.weights.copied and self.values.numel() == self.weights.flat.index.padded_numel
+        whole = self.weights.copied and self._numel == self.weights.flat.index.padded_numel
         return self.weights.full if whole else self.weights.own
 
     def follow(self) -> None:
@@ -286,8 +287,63 @@ class MasterUpdater(DeviceUpdater):
 
     def planned(self) -> Iterator[Planned]:
         """Master weights, and the optimizer's states."""
-        yield on_device(self.weights.flat.index, Category.MASTER_WEIGHTS, self.values.itemsize, self._slice_of)
+        yield on_device(self.weights.flat.index, Category.MASTER_WEIGHTS, self._dtype.itemsize, self._slice_of)
         yield from super().planned()
 
     def _update_parameters(self) -> None:
         self.target.copy_(self.values)
+
+
+class LateMasters(MasterUpdater):
+    """Master weights that may be made by their first use, from parameters that were loaded.
+
+    [Note: late masters] A file in the parameters' own dtype gives the parameters all that it holds, and the masters are
+    equal to them until the first update. So they are copied by the first use of `values`, mostly in that update, and
+    memory of a model that is only evaluated is never written.
+    """
+
+    _unmade = False
+
+    @property
+    def values(self) -> torch.Tensor:
+        """The master weights [S], or [N*S] at stage 0."""
+        if self._unmade:
+            self._unmade = False
+            self._masters.copy_(self.target)
+        return self._masters
+
+    @values.setter
+    def values(self, values: torch.Tensor) -> None:
+        """Set them."""
+        self._masters = values
+
+    def receive(self, dtype: torch.dtype | None) -> torch.Tensor:
+        """As `destination`."""
+        self._unmade = False
+        if dtype is not self.weights.flat.dtype or self._optimizer.layout.whole is not None:
+            return self._masters
+        self._unmade = True
+        return self.target
+
+    def at_hand(self, writes: bool = False) -> AbstractContextManager[Any]:
+        """Make the values, if they are late."""
+        return nullcontext(self.values)
+
+    def restore(self) -> None:
+        """Copy the values to the parameters, rounded, unless they are late and so the parameters have them."""
+        if not self._unmade:
+            self._update_parameters()
+
+    def update(self, gradients: Gradients, written: bytes, factor: float) -> None:
+        """Take one step with the gradients times `factor`, over values that are there."""
+        assert self.values is self._masters
+        super().update(gradients, written, factor)
+
+
+def destination(updater: Updater, dtype: torch.dtype | None) -> torch.Tensor:
+    """The tensor into which all values of an updater are to be loaded: its values, or parameters that hold them.
+
+    Args:
+        dtype: of the loaded values; None if it is not known, or not the same for all.
+    """
+    return updater.receive(dtype) if isinstance(updater, LateMasters) else updater.values
