@@ -18,6 +18,8 @@ from torch import nn
 from zeroshard.access.adapter_export import ExportSizes, export_adapters
 from zeroshard.access.editing import Editing, set_magnitudes, state_dict_by_unit
 from zeroshard.access.given import LoadedKeys
+from zeroshard.access.gradient_shares import GradientShare, shares_of
+from zeroshard.access.step_gradients import GradientAccess, StepGradients, WholeGradients
 from zeroshard.access.whole_weights import Bucket, WholeWeights
 from zeroshard.checkpoint import LoadReport, Saving, WeightSource
 from zeroshard.checkpoint.export import SHARD_SIZE
@@ -34,7 +36,6 @@ from zeroshard.losses.causal_models import set_loss_chunk
 from zeroshard.memory.ledger import Ledger
 from zeroshard.optim import BetweenSteps, members_of
 from zeroshard.parts.axes import Axes
-from zeroshard.parts.gradient_shares import GradientShare, shares_of
 from zeroshard.parts.part import SpeculationCounts
 from zeroshard.parts.planned import Work
 from zeroshard.parts.tables import MemoryTable, TrafficTable, memory_table, traffic_table
@@ -70,7 +71,7 @@ from zeroshard.version import __version__
 LossFunction = Callable[[Any, Any], Any]
 
 
-class Engine:
+class Engine(GradientAccess):
     """Trains `model` as `plan` says.
 
     Args:
@@ -137,6 +138,10 @@ class Engine:
         self.exposed: Mapping[str, float] = {}
         self._equip(losses, techniques)
         self._state = State(model, self._assembly, self._axes, self.ledger, self._stage, tied)
+        self._step_gradients = StepGradients(
+            self._sequence, partial(self._state.wholes_of, WholeGradients, lambda: self.steps), self.optimizer,
+            lambda: self.steps, cut=self._stage.pipeline is not None, agree=not self.plan.streams,
+        )  # fmt: skip
         self._savings, self._takes_apart = Savings(), False
         # Hook: the user's own calls of the model and the optimizer.
         model.register_state_dict_pre_hook(Hook(self._refuse_partial))
@@ -444,7 +449,7 @@ class Engine:
                 f"its end. Call it after the block."
             )
         self.flush()
-        return self._state.whole_weights(lambda: self.steps)
+        return self._state.wholes_of(WholeWeights, lambda: self.steps)
 
     @raises_budget_exceeded
     def save(

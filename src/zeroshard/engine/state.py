@@ -8,7 +8,7 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -52,6 +52,7 @@ from zeroshard.pipeline.whole import WholeModel
 from zeroshard.text import format_bytes
 from zeroshard.units.adapters import base_names
 
+Wholes = TypeVar("Wholes", bound=WholeWeights)
 SHARE = 0.9  # of free host memory that copies of a checkpoint may take
 
 
@@ -216,9 +217,9 @@ class State:
         given.set_extras()
         return given.keys
 
-    def whole_weights(self, steps: Callable[[], int]) -> WholeWeights:
-        """The whole tensors of the model, to be taken out one by one; a collective call."""
-        return WholeWeights(self._model, self._parts, self.buffers, self._tied, self._world, steps)
+    def wholes_of(self, kind: type[Wholes], steps: Callable[[], int]) -> Wholes:
+        """The whole tensors of the model, or their gradients, to be taken out one by one; a collective call."""
+        return kind(self._model, self._parts, self.buffers, self._tied, self._world, steps)
 
     def _take_weights(self, opened: Callable[[], WeightSource], states: bool = False) -> None:
         """Load weights and buffers from opened files or tensors; an error of one rank is raised on all."""

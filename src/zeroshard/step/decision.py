@@ -87,11 +87,13 @@ class Decision:
         clip: factors of `clip_grad_norm` calls for the next step, in place of the plan's.
         last: the verdict on the last update; None before the first.
         watcher: called before each verdict, when all gradients are reduced.
+        before_update: called with the agreement on reduced gradients, which it may change.
     """
 
     def __init__(self, rules: StepRules, scaler: LossScaler | None, step_ends: Sequence[StepEnd]) -> None:
         self._rules, self.scaler, self._step_ends = rules, scaler, step_ends
         self.watcher: Callable[[], None] | None = None
+        self.before_update: Callable[[Agreed], None] | None = None
         self.clip = Clipping()
         self.last: Verdict | None = None
 

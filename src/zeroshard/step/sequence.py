@@ -9,7 +9,7 @@ import math
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import Any, Protocol
 
@@ -289,6 +289,12 @@ class StepSequence:
         elif self.backward.take_back(everything=True):
             self._agreed = None
 
+    def note_edit(self, label: str = "") -> None:
+        """Measure the norm of reduced gradients again, which were changed; ranks compare the label in the agreement."""
+        self._agreed = None
+        if label:
+            note_discard(self._axes.dense.slices.comm, label)
+
     def decide(self, step: int) -> None:
         """Reduce, agree and decide, before the first update of a step; a collective call.
 
@@ -302,6 +308,9 @@ class StepSequence:
         try:
             agreed = self._demand(step)
             self.decision.clip.of(self.backward.count)
+            if self.decision.before_update is not None:
+                self.decision.before_update(agreed)
+                agreed = self._measured(agreed)
             self._verdict = self._decide(agreed)
         except (BatchError, BudgetExceeded, NonFiniteError):
             self.consume()
@@ -415,6 +424,15 @@ class StepSequence:
             part.weights.published()
         self._late.start(factor, self._step)
         self._optimizer.account()
+
+    def _measured(self, agreed: Agreed) -> Agreed:
+        """The agreement with the norm of changed gradients; a collective call of all stages, if they were changed."""
+        if self._agreed is None:
+            own = struct.pack("<d", self._squares() * agreed.gain**2)
+            everyone = self._axes.world.agree(own, "norm of changed gradients")
+            norm = math.sqrt(sum(struct.unpack("<d", each)[0] for each in everyone))
+            self._agreed = (self.backward.count, replace(agreed, norm=norm))
+        return self._agreed[1]
 
     def _exchange(self, step: int, wanted: str) -> list[Answer]:
         unreduced, units = self.backward.reductions.unreduced(), len(self._parts.units)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from zeroshard.access.gradient_shares import GradientShare
 from zeroshard.checkpoint.boxes import Box
 from zeroshard.comm.mesh import Mesh
 from zeroshard.engine import Engine
-from zeroshard.parts.gradient_shares import GradientShare
 from zeroshard.step.batch import loss_of
 from zeroshard.step.losses import Loss
 from zeroshard.verification.job import VerificationJob

@@ -191,9 +191,9 @@ class ShownGradients:
                     gone.append(number)
             else:
                 raise PlanError(
-                    f"p.grad of '{name}' was set by hand; gradients of the engine come from backwards alone. Give this "
-                    f"one to a backward, engine.backward((p * gradient).sum()), or change gradients in a hook "
-                    f"(p.register_hook)."
+                    f"p.grad of '{name}' was set by hand; gradients of the engine come from backwards. Replace the "
+                    f"whole one with engine.set_gradient(name, values), give this one to a backward, "
+                    f"engine.backward((p * gradient).sum()), or change gradients in a hook (p.register_hook)."
                 )
         self._zeroed.clear()
         return gone, zeroed
@@ -208,7 +208,8 @@ def unreadable(name: str) -> PlanError:
     """The error for a read of the gradient of the parameter with this name."""
     return PlanError(
         f"The gradient of '{name}' was read or changed through p.grad, and is in the engine's flat buffers, reduced "
-        f"over the ranks or still to be. Clip with engine.clip_grad_norm(max_norm, norm_type) or "
-        f"engine.clip_grad_value(value), discard with engine.zero_grad() or p.grad = None, and change single gradients "
-        f"in a hook (p.register_hook)."
+        f"over the ranks or still to be. Read it whole with engine.gradient(name) or engine.gradients(), change it "
+        f"with engine.set_gradient(name, values) or in a hook (p.register_hook), measure with engine.grad_norms(), "
+        f"clip with engine.clip_grad_norm(max_norm, norm_type) or engine.clip_grad_value(value), and discard with "
+        f"engine.zero_grad() or p.grad = None."
     )

@@ -72,7 +72,7 @@ def gathered_states(given: Any, world: Comm) -> StateDict:
                 f"Give every rank its own, or gather them first (full_state_dict=True)."
             )
         return _of_rank_0(given, world)
-    return _put_together(given, shards, world) if any(shards) else _mapping(given)
+    return _from_shards(given, shards, world) if any(shards) else _mapping(given)
 
 
 def by_position(given: StateDict, members: Members) -> dict[str, Any]:
@@ -251,7 +251,7 @@ def _pieces(value: Any) -> Iterator[BoxValues]:
     yield BoxValues(Box(tuple(chunks[0].offsets), tuple(chunks[0].sizes)), value.to_local())
 
 
-def _put_together(given: Any, shards: Sequence[Mapping[str, Any]], world: Comm) -> StateDict:
+def _from_shards(given: Any, shards: Sequence[Mapping[str, Any]], world: Comm) -> StateDict:
     """The state dict with whole tensors in the place of shards; a collective call.
 
     Raises:
