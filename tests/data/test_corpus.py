@@ -1,7 +1,6 @@
 """Where training text comes from, and which windows of it each step and rank sees."""
 
 import hashlib
-import subprocess
 import zipfile
 from pathlib import Path
 
@@ -82,22 +81,6 @@ def test_folders_are_read_without_hidden_binary_empty_and_repeated_files(tmp_pat
     corpus = files_corpus([tmp_path])
     assert corpus.files == 1
     assert corpus.train + corpus.validation == files["a.txt"]
-
-
-def test_json_records_are_refused_with_the_way_to_their_text(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n' * 50)
-    (tmp_path / "b.json").write_text('[{"text": "one"}]')
-    (tmp_path / "b.txt").write_text("text\n" * 50)
-    for path in (tmp_path / "a.jsonl", tmp_path):
-        with pytest.raises(DataError, match=r"a\.jsonl holds JSON records") as refused:
-            files_corpus([path])
-        command = str(refused.value).partition("such as: ")[2]
-        subprocess.run(["sh", "-c", command], cwd=tmp_path, check=True)
-        assert (tmp_path / "a.txt").read_text() == "one\ntwo\n" * 50
-    with pytest.raises(DataError, match=r"b\.json holds JSON records"):
-        files_corpus([tmp_path / "b.json"])
-    (tmp_path / "a.jsonl").unlink()
-    assert files_corpus([tmp_path]).files == 3  # in a folder, JSON may be part of what is read
 
 
 def test_unusable_paths_are_named(tmp_path: Path) -> None:

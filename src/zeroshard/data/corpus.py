@@ -13,7 +13,6 @@ from zeroshard.errors import DataError
 
 VALIDATION_PERCENT = 5
 SPLIT_BY_FILE_FROM = 20  # with fewer files, a split by file would often leave one side empty
-RECORDS = (".jsonl", ".ndjson")  # a JSON record on every line
 _NO_PROSE = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "lib2to3"}
 _NO_PROSE |= {"idlelib", "turtledemo", "__pycache__"}
 
@@ -74,7 +73,6 @@ def files_corpus(paths: Sequence[Path]) -> Corpus:
 def _read_path(path: Path) -> list[tuple[str, bytes]]:
     """(relative name, bytes) of one named file, or of every text file below a folder."""
     if path.is_file():
-        _refuse_records(path, (*RECORDS, ".json"))
         data = path.read_bytes()
         if not _is_text(data):
             raise DataError(f"{path} is not UTF-8 text, which training needs; convert it or leave it out")
@@ -84,27 +82,8 @@ def _read_path(path: Path) -> list[tuple[str, bytes]]:
     inside = ((file, file.relative_to(path)) for file in path.rglob("*"))
     visible = ((file, name) for file, name in inside if not any(part.startswith(".") for part in name.parts))
     files = [(file, name) for file, name in visible if file.is_file()]
-    for file, _ in files:
-        _refuse_records(file, RECORDS)
     read = ((name.as_posix(), file.read_bytes()) for file, name in files)
     return [(name, data) for name, data in read if _is_text(data)]
-
-
-def _refuse_records(path: Path, suffixes: tuple[str, ...]) -> None:
-    """Refuse JSON records, on whose syntax a model would be trained.
-
-    Raises:
-        DataError: with a way to take the text out.
-    """
-    if path.suffix.lower() not in suffixes:
-        return
-    way_out = "write the field that holds the text to a .txt file and give that"
-    if path.suffix.lower() in RECORDS:
-        way_out += (
-            f", such as: python3 -c 'import json, sys; [print(json.loads(line)[\"text\"]) for line in sys.stdin]' "
-            f"< {path.name} > {path.stem}.txt"
-        )
-    raise DataError(f"{path} holds JSON records, and a model would learn their syntax instead of their text; {way_out}")
 
 
 def _is_text(data: bytes) -> bool:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
+from zeroshard.data.files import parse_sources
 from zeroshard.errors import ConfigError
 from zeroshard.moe.policy import Mixture
 from zeroshard.plan import RENAMED, Plan, option_of, renamed
@@ -54,9 +55,15 @@ class TrainConfig:
     pretrained: bool = True
     """Start from the safetensors files in the folder of a Hugging Face model, where it has them."""
     data: tuple[Path, ...] = ()
-    """Text files or folders; by default the running interpreter's standard-library source."""
+    """Text, .jsonl, .parquet, compressed files, folders of them or of Hugging Face data sets, with weights if wanted:
+    web.jsonl:3,notes/; by default the running interpreter's standard-library source."""
     tokenizer: str = "bytes"
-    """bytes, or the path of a tokenizer.json (extra: hf)."""
+    """bytes, or the path of a tokenizer.json or of its folder (extra: hf)."""
+    columns: tuple[str, ...] = ()
+    """Column of text or of messages, or the two of prompt and completion; by default text, content, messages, or prompt
+    and completion."""
+    truncate: bool = False
+    """Cut examples of messages and completions that are longer than a row, instead of refusing them."""
     sequence: int = 256
     """Tokens per row that the model predicts."""
     batch_per_rank: int = 4
@@ -148,6 +155,11 @@ class TrainConfig:
         for name in ("final_learning_rate", "dropout", "beta2"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be between 0 and 1.")
+        parse_sources(self.data)  # refuses wrong weights
+        if len(self.columns) > 2:
+            raise ConfigError(
+                f"columns names {len(self.columns)}; it takes one of text or messages, or two of prompt and completion."
+            )
         self._check_guard()
         check_loggers(self.loggers)
         if self.experts == 0:

@@ -11,6 +11,7 @@ from typing import Any, TextIO
 from zeroshard.comm.collectives import Comm
 from zeroshard.comm.mesh import Mesh, attempt, job, owner
 from zeroshard.comm.run_lock import HELD, Owner, hold, release
+from zeroshard.data.files import parse_sources
 from zeroshard.errors import ConfigError
 from zeroshard.memory.ledger import Category, Event
 from zeroshard.parts.settings import flat
@@ -152,9 +153,11 @@ def _lock(path: Path, mesh: Mesh) -> None:
 
 def _identity(config: TrainConfig) -> dict[str, Any]:
     """The options by which a later start recognises a run as its own."""
-    data = [str(path.resolve()) for path in config.data]
-    names = ("model", "pretrained", "tokenizer", "sequence", "optimizer")
-    return {"data": data, "seed": config.plan.seed, **{name: getattr(config, name) for name in names}}
+    named = parse_sources(config.data)
+    data = [f"{path.resolve()}{'' if weight is None else f':{weight}'}" for path, weight in named]
+    names = ("model", "pretrained", "tokenizer", "sequence", "optimizer", "truncate")
+    given = {name: getattr(config, name) for name in names}
+    return {"data": data, "seed": config.plan.seed, "columns": list(config.columns), **given}
 
 
 def _settings(config: TrainConfig) -> dict[str, Any]:
@@ -176,7 +179,7 @@ def unfinished(config: TrainConfig) -> Path | None:
         return None
     for path in sorted(config.out.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True):
         try:
-            kept = {"pretrained": True, **json.loads((path / SAME).read_text())}
+            kept = {"pretrained": True, "truncate": False, "columns": [], **json.loads((path / SAME).read_text())}
         except (OSError, ValueError):
             continue
         mine = {"job": kept.get("job") if automatic else job(), **_identity(config)}

@@ -10,7 +10,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from zeroshard.data.corpus import Corpus
+from zeroshard.data.loader import Loader
+from zeroshard.data.training import TrainingData
 from zeroshard.engine import Engine
 from zeroshard.errors import CheckpointError, ConfigError, DataError, Stopped
 from zeroshard.resilience import Checkpoints, Guard, GuardVerdict, resume
@@ -37,9 +38,15 @@ class Keeping:
     """
 
     def __init__(
-        self, config: TrainConfig, engine: Engine, corpus: Corpus, folder: Path, say: Callable[[str], None], again: str
+        self,
+        config: TrainConfig,
+        engine: Engine,
+        data: TrainingData,
+        folder: Path,
+        say: Callable[[str], None],
+        again: str,
     ) -> None:
-        self._config, self._engine, self._corpus, self._say, self._again = config, engine, corpus, say, again
+        self._config, self._engine, self._data, self._say, self._again = config, engine, data, say, again
         self._folder = folder / CHECKPOINTS
         self._checkpoints = Checkpoints(engine, self._folder, config.keep)
         self.cursor = Cursor()
@@ -76,7 +83,7 @@ class Keeping:
             if self.guard is not None:
                 self.save(0, wait=True)  # a rollback needs a checkpoint from the start
             return 0
-        _check_corpus(extra, self._corpus)
+        _check_data(extra, self._data)
         if extra["step"] >= self._config.steps:
             raise ConfigError(
                 f"The checkpoint is at step {extra['step']} and steps is {self._config.steps}; raise steps to go on."
@@ -84,6 +91,7 @@ class Keeping:
         heartbeat = self._engine.mesh.heartbeat
         if heartbeat is not None:
             heartbeat.committed(extra["step"])
+        self._data.load(extra.get("data"))
         self.cursor.load(extra["cursor"])
         if self.guard is not None and extra["guard"] is not None:
             self.guard.load(extra["guard"])
@@ -121,6 +129,7 @@ class Keeping:
             raise self.guard.give_up("there is no checkpoint from before")
         extra = self._checkpoints.back_to(chosen)
         self.guard.rewind(extra["guard"] or Guard().state())
+        self._data.load(extra.get("data"))
         self.cursor.rewind(extra["cursor"])
         self.cursor.leave_out(origin.position, reached)
         self._say(
@@ -147,11 +156,18 @@ class Keeping:
         """
         extra = {
             "step": step,
-            "corpus": self._corpus.digest,
+            "corpus": self._data.digest,
             "cursor": self.cursor.state(),
+            "data": self._data_state(),
             "guard": self.guard.state() if self.guard else None,
         }
         self.exposed_seconds = self._checkpoints.save(extra, wait=wait).exposed_seconds
+
+    def _data_state(self) -> dict[str, Any] | None:
+        """The position in the data, merged from all ranks, each of which has the readers whose rows it takes."""
+        states = self._engine.world.agree_on(self._data.state(), "position in the data")
+        known = [state for state in states if state is not None]
+        return Loader.merged(known) if known else None
 
     def stop(self, step: int, asked: int) -> None:
         """Save and stop.
@@ -205,16 +221,16 @@ class Keeping:
                 signal.signal(request, handler)
 
 
-def _check_corpus(extra: dict[str, Any], corpus: Corpus) -> None:
+def _check_data(extra: dict[str, Any], data: TrainingData) -> None:
     """Refuse to resume on other text.
 
     Raises:
         DataError: the checkpoint saw another corpus.
     """
-    if extra.get("corpus") != corpus.digest:
+    if extra.get("corpus") != data.digest:
         raise DataError(
             f"The checkpoint was trained on a corpus with digest {str(extra.get('corpus'))[:12]}, this one has "
-            f"{corpus.digest[:12]}. Give the same data, or start a new run."
+            f"{data.digest[:12]}. Give the same data, or start a new run."
         )
 
 

@@ -4,17 +4,19 @@ import contextlib
 import dataclasses
 import importlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from zeroshard.data.columns import IGNORED
 from zeroshard.errors import ModelError
 from zeroshard.interop.huggingface.loading import build
 from zeroshard.interop.huggingface.pretrained import PretrainedValues
 from zeroshard.moe.policy import Mixture
+from zeroshard.step.batch import loss_in
 from zeroshard.train.gpt import GPT
 from zeroshard.train.named_models import Code, model_named
 from zeroshard.train.own_code import check_arguments, import_code
@@ -36,21 +38,30 @@ class BuiltModel:
     values: PretrainedValues | None = None
     """The pretrained values of a module on the meta device."""
 
-    def batch(self, tokens: Tensor) -> dict[str, Tensor]:
-        """The model's arguments, loss included, for `tokens` [B, T + 1].
+    def batch(self, tokens: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        """The model's arguments, loss included, for `tokens` and `labels` [B, T + 1]; without labels, the tokens.
 
         A Hugging Face model shifts its labels itself and so predicts T - 1 tokens of each row.
         """
-        inputs = tokens[:, :-1]
+        inputs, labels = tokens[:, :-1], tokens if labels is None else labels
         if self.hugging_face:
-            return {"input_ids": inputs, "labels": inputs}
-        return {"tokens": inputs, "targets": tokens[:, 1:]}
+            return {"input_ids": inputs, "labels": labels[:, :-1]}
+        return {"tokens": inputs, "targets": labels[:, 1:]}
 
-    def loss(self, model: Callable[..., Any], tokens: Tensor) -> Tensor:
+    def loss(self, model: Callable[..., Any], tokens: Tensor, labels: Tensor | None = None) -> Tensor:
         """Mean cross entropy in nats of `tokens` [B, T + 1]; `model` is `module` or an engine around it."""
-        output = model(**self.batch(tokens))
+        output = model(**self.batch(tokens, labels))
         loss: Tensor = getattr(output, "loss", output) if self.hugging_face else output
         return loss
+
+    def count(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """The number of tokens in a batch that are predicted and have a label, a scalar."""
+        return ((batch["labels"][:, 1:] if self.hugging_face else batch["targets"]) != IGNORED).sum()
+
+    def summed(self, output: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """The loss of a batch as a sum with its count, for batches in which some labels are ignored."""
+        count = self.count(batch)
+        return loss_in(output) * count, count
 
     def logits(self, model: Callable[..., Any], tokens: Tensor) -> Tensor:
         """Logits [B, T, V] of `tokens` [B, T]; `model` is `module` or an engine around it."""

@@ -13,18 +13,15 @@ from typing import Any
 
 import psutil
 import torch
-from torch import Tensor
 
 from zeroshard.comm.collectives import Comm
 from zeroshard.comm.mesh import Mesh
-from zeroshard.data.corpus import Batches, Corpus, files_corpus, standard_library_corpus, validation_windows
-from zeroshard.data.tokenizer import Tokenizer, load_tokenizer
+from zeroshard.data.training import DataOptions, TrainingData, check_same, open_training
 from zeroshard.engine import Engine, StepResult, Trace
 from zeroshard.engine.techniques import together_of
 from zeroshard.errors import BudgetExceeded, CheckpointWarning, NonFiniteError, RoutingWarning, Stopped
 from zeroshard.planner.search.text import short
 from zeroshard.resilience import Stragglers
-from zeroshard.text import format_bytes
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.fitting import with_plan_that_fits
 from zeroshard.train.folder import RunFolder
@@ -48,35 +45,14 @@ TRACED_STEPS = {True: 3, False: 1}  # by whether the schedule never flushes
 TRACED_OFFLOADED = 2  # under offload, whose copies may go on into the next step
 
 
-@dataclass(frozen=True, slots=True)
-class Text:
-    """The corpus as tokens.
-
-    Attributes:
-        bytes_per_token: of the validation text; nats per token / ln 2 / this are bits per byte.
-    """
-
-    corpus: Corpus
-    tokenizer: Tokenizer
-    train: Tensor
-    validation: Tensor
-    bytes_per_token: float
-
-    def bits_per_byte(self, nats_per_token: float) -> float:
-        """Loss in bits per byte of text."""
-        return nats_per_token / math.log(2) / self.bytes_per_token
-
-
-def load_text(config: TrainConfig) -> Text:
-    """Read and tokenize the corpus.
+def load_data(config: TrainConfig) -> TrainingData:
+    """The training data of the options.
 
     Raises:
-        DataError, ConfigError: text or a tokenizer that is missing, or too little text.
+        DataError, ConfigError: data or a tokenizer that is missing or does not fit, or too little text.
     """
-    corpus = files_corpus(config.data) if config.data else standard_library_corpus()
-    tokenizer = load_tokenizer(config.tokenizer)
-    train, validation = tokenizer.encode(corpus.train), tokenizer.encode(corpus.validation)
-    return Text(corpus, tokenizer, train, validation, tokenizer.bytes_per_token(validation, corpus.validation))
+    names = ("data", "tokenizer", "sequence", "columns", "truncate")
+    return open_training(DataOptions(seed=config.plan.seed, **{name: getattr(config, name) for name in names}))
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
@@ -116,13 +92,13 @@ class Run:
 
     def __init__(self, config: TrainConfig, mesh: Mesh, outlook: Outlook | None = None, again: str = AGAIN) -> None:
         self.config = config
-        self.text = load_text(config)
+        self.data = load_data(config)
+        check_same(Comm(mesh), self.data)
         torch.manual_seed(config.plan.seed)
         self.built: BuiltModel = build_model(
-            config.model, self.text.tokenizer.vocabulary, config.sequence, config.dropout, config.mixture,
+            config.model, self.data.tokenizer.vocabulary, config.sequence, config.dropout, config.mixture,
             pretrained=config.pretrained and config.weights is None,
         )  # fmt: skip
-        self.batches = Batches(self.text.train, config.sequence, config.plan.seed)
         self.folder = RunFolder.create(config, Comm(mesh))
         plan = config.plan
         if self.folder.split:
@@ -130,7 +106,8 @@ class Run:
         self._speed = Speed(utilization_of(config, self.built, mesh.device, mesh.ranks), mesh.ranks)
         optimizer = make_optimizer(config, self.built.module, mesh.device)
         values, module = self.built.values, self.built.module
-        self.engine = Engine(module, optimizer, plan, mesh=mesh, initialise=values, example=self._example())
+        loss = self.built.summed if self.data.masked else None
+        self.engine = Engine(module, optimizer, plan, mesh=mesh, loss=loss, initialise=values, example=self._example())
         if values is not None:
             self.engine.load_weights(values)
             self.engine.loaded, self.built = values.report, replace(self.built, values=None)
@@ -141,7 +118,7 @@ class Run:
         self.progress = Progress(config.steps, shown=self.engine.reports)
         self.progress.header(self._header())
         note = self.progress.note
-        self.keeping = Keeping(config, self.engine, self.text.corpus, self.folder.path, note, again)
+        self.keeping = Keeping(config, self.engine, self.data, self.folder.path, note, again)
         self._outlook = outlook or Outlook()
         self._forecast: Forecast | None = None
         self._exposed = Exposed(self.engine)
@@ -177,13 +154,13 @@ class Run:
 
     def _header(self) -> dict[str, str]:
         """Model, data, plan and run folder, as text by name."""
-        config, corpus, engine = self.config, self.text.corpus, self.engine
+        config, engine = self.config, self.engine
         rows = config.batch_per_rank * engine.data_ranks
         mesh = self.engine.mesh
         ranks = f"{mesh.ranks} rank{'s' * (mesh.ranks > 1)} on {mesh.device.type}"
         return {
             "model": f"{config.model}, {self.built.parameters:,} parameters{self._origin()}",
-            "data": f"{corpus.name}, {corpus.files} files, {format_bytes(len(corpus.train))} to train on",
+            "data": self.data.about,
             "plan": f"{short(config.plan, mesh.ranks)}; {ranks}; {rows} rows of {config.sequence} tokens per step",
             **({"owners": engine.owners} if engine.owners else {}),
             "run": str(self.folder.path),
@@ -282,8 +259,8 @@ class Run:
         rate = learning_rate(config, step)
         for group in engine.optimizer.param_groups:
             group["lr"] = rate
-        rows = self.batches.rows(samples, engine.data_rank, engine.data_ranks)
-        result, loss = self._train_step(step, self.built.batch(rows.to(self.engine.mesh.device)))
+        rows = self.data.rows(samples, engine.data_rank, engine.data_ranks).to(self.engine.mesh.device)
+        result, loss = self._train_step(step, self.built.batch(rows.tokens, rows.labels))
         elapsed = time.perf_counter() - began
         done = self._agree(step, loss, elapsed - engine.seconds_waiting)
         if done.loss is None:
@@ -298,7 +275,7 @@ class Run:
         metrics = {
             "step": step + 1,
             "loss": done.loss,
-            "bits_per_byte": self.text.bits_per_byte(done.loss),
+            "bits_per_byte": self.data.bits_per_byte(done.loss),
             "grad_norm": result.grad_norm,
             **self._speed.step(tokens, elapsed),
             "learning_rate": rate,
@@ -357,20 +334,17 @@ class Run:
         total, count = 0.0, 0
         self.built.module.eval()
         with torch.no_grad():
-            for tokens in validation_windows(
-                self.text.validation,
-                config.sequence,
-                2 * config.batch_per_rank,
-                engine.data_rank,
-                engine.data_ranks,
-                rows,
-            ):
+            batches = self.data.validation(2 * config.batch_per_rank, engine.data_rank, engine.data_ranks, rows)
+            for held_out in batches:
                 self._phase("validation")
-                total += float(self.built.loss(self.engine, tokens.to(mesh.device))) * len(tokens)
-                count += len(tokens)
+                moved = held_out.to(mesh.device)
+                weight = int(self.built.count(self.built.batch(*moved))) if self.data.masked else len(moved.tokens)
+                total += float(self.built.loss(self.engine, *moved)) * weight
+                count += weight
         self.built.module.train()
-        loss = _mean(engine.world, total / count, f"validation after step {step}")
-        bits = self.text.bits_per_byte(loss)
+        label = f"validation after step {step}"
+        loss = _mean(engine.world, total, label) / _mean(engine.world, count, label)
+        bits = self.data.bits_per_byte(loss)
         seconds = self._speed.seconds
         self.folder.write_metrics(
             {"step": step, "validation_loss": loss, "validation_bits_per_byte": bits, "seconds": seconds}
@@ -384,18 +358,18 @@ class Run:
             self.engine.mesh.heartbeat.phase(text)
 
     def _finish(self, first: int, losses: list[float], validation: float) -> dict[str, Any]:
-        engine, text, config = self.engine, self.text, self.config
+        engine, data, config = self.engine, self.data, self.config
         seconds = self._speed.seconds
         self._phase("the last checkpoint")
         self.keeping.finish(config.steps)
         self._phase("the summary")
         recent = losses[-50:]
-        corpus, arena = text.corpus, engine.checkpoint_arena
+        arena = engine.checkpoint_arena
         arenas = engine.world.agree_on(asdict(arena) if arena else {}, "arenas of every rank")
         summary = {
-            "title": f"{config.model} on {corpus.name}",
-            "train_bits_per_byte": text.bits_per_byte(sum(recent) / len(recent)) if recent else None,
-            "validation_bits_per_byte": text.bits_per_byte(validation),
+            "title": f"{config.model} on {data.name}",
+            "train_bits_per_byte": data.bits_per_byte(sum(recent) / len(recent)) if recent else None,
+            "validation_bits_per_byte": data.bits_per_byte(validation),
             "sample": self._sample(),
             "world_size": self.engine.mesh.ranks,
             "rank": self.engine.mesh.rank,
@@ -407,13 +381,7 @@ class Run:
             "zeroshard": __version__,
             "torch": str(torch.__version__),
             "layers": engine.world.agree_on(engine.layers, "layers of every rank"),
-            "corpus": {
-                "name": corpus.name,
-                "files": corpus.files,
-                "train_bytes": len(corpus.train),
-                "validation_bytes": len(corpus.validation),
-                "digest": corpus.digest,
-            },
+            "corpus": data.facts(),
             "plan": config.plan.as_dict(),
             "shares_memory": any(comm.shared is not None for comm in engine.comms),
             "memory": engine.memory().as_dicts(),
@@ -432,11 +400,11 @@ class Run:
         config = self.config
         if not config.plan.pipelined:
             return None
-        rows = self.batches.rows(range(config.batch_per_rank))[: config.batch_per_rank // config.plan.microbatches]
-        return self.built.batch(rows)
+        rows = self.data.rows(range(config.batch_per_rank // config.plan.microbatches))
+        return self.built.batch(rows.tokens, rows.labels)
 
     def _sample(self) -> str:
-        config, tokenizer = self.config, self.text.tokenizer
+        config, tokenizer = self.config, self.data.tokenizer
         if config.sample_tokens == 0:
             return ""
         self.built.module.eval()
