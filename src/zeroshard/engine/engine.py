@@ -19,6 +19,7 @@ from zeroshard.access.adapter_export import ExportSizes, export_adapters
 from zeroshard.access.editing import Editing, set_magnitudes, state_dict_by_unit
 from zeroshard.access.given import LoadedKeys
 from zeroshard.access.gradient_shares import GradientShare, shares_of
+from zeroshard.access.join import JoinAccess, Joins
 from zeroshard.access.step_gradients import GradientAccess, StepGradients, WholeGradients
 from zeroshard.access.whole_weights import Bucket, WholeWeights
 from zeroshard.checkpoint import LoadReport, Saving, WeightSource
@@ -62,7 +63,7 @@ from zeroshard.traffic import BETWEEN_TIERS, Count, Purpose, merged
 from zeroshard.units.forwards import layers_of
 from zeroshard.units.hooks import Hook
 from zeroshard.units.materialise import Initialiser
-from zeroshard.validation.arguments import check_arguments, check_options
+from zeroshard.validation.arguments import check_arguments, check_options, unjoined
 from zeroshard.validation.memory import raises_budget_exceeded
 from zeroshard.validation.model_checks import FIRST_STEPS, check_computing, check_model, guard, warn_of_unused
 from zeroshard.validation.ranks import check_alike, check_replicas, tied_names
@@ -71,7 +72,7 @@ from zeroshard.version import __version__
 LossFunction = Callable[[Any, Any], Any]
 
 
-class Engine(GradientAccess):
+class Engine(GradientAccess, JoinAccess):
     """Trains `model` as `plan` says.
 
     Args:
@@ -142,6 +143,7 @@ class Engine(GradientAccess):
             self._sequence, partial(self._state.wholes_of, WholeGradients, lambda: self.steps), self.optimizer,
             lambda: self.steps, cut=self._stage.pipeline is not None, agree=not self.plan.streams,
         )  # fmt: skip
+        self._joins = Joins(self.world, self._backward, lambda: self.optimizer.param_groups, unjoined(self.plan))
         self._savings, self._takes_apart = Savings(), False
         # Hook: the user's own calls of the model and the optimizer.
         model.register_state_dict_pre_hook(Hook(self._refuse_partial))
@@ -201,6 +203,7 @@ class Engine(GradientAccess):
         Raises:
             PlanError: gradients are on and the model is cut into stages. ModelError: dtypes do not fit in the forward.
         """
+        self._joins.announce("__call__", *args, **kwargs)
         try:
             with nullcontext() if torch.is_grad_enabled() else self._axes.evaluating():
                 return self._order.evaluate(*args, **kwargs)
@@ -223,8 +226,9 @@ class Engine(GradientAccess):
             BatchError: a sum in float16, or of several elements. `step` refuses a wrong count, on all ranks.
         """
         self._refuse_in_stages("backward")
+        self._joins.announce("backward")
         given = Loss(loss) if count is None and penalty is None else Loss.by_sum(loss, count, penalty)
-        self._sequence.add(given)
+        self._sequence.add(self._joins.weighed(given))
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backwards inside add up on each rank without a reduction; the next one outside, or `step`, reduces the sum.
@@ -252,6 +256,7 @@ class Engine(GradientAccess):
             norm_type: p of the p-norm, above 0; infinity for the largest magnitude.
         """
         self._refuse_in_stages("clip_grad_norm")
+        self._joins.announce("clip_grad_norm", max_norm, norm_type)
         norm = self._sequence.norm(self.steps, norm_type, max_norm) / self.loss_scale
         return self._decision.clip.limit(max_norm, norm, self._backward.count)
 
@@ -261,6 +266,7 @@ class Engine(GradientAccess):
         Gradients that are not finite stay so, unless the plan ignores them: the step decides about them.
         """
         self._refuse_in_stages("clip_grad_value")
+        self._joins.announce("clip_grad_value", clip_value)
         hides = self.plan.nonfinite == "ignore" and not self.plan.scales_loss
         factor = self._decision.clip.of(self._backward.count)
         self._sequence.clip_values(self.steps, clip_value, self.loss_scale / factor if factor else math.inf, hides)
@@ -276,6 +282,7 @@ class Engine(GradientAccess):
         """
         self._refuse_in_stages("step")
         self._refuse_in_gathered("step")
+        self._joins.announce("step")
         self._assembly.parts.random_numbers.end_step()
         self._sequence.take(self.steps)
         return self._conclude(self._decision.last, None)
@@ -313,6 +320,7 @@ class Engine(GradientAccess):
                 model too, the gradients of the step are gone.
         """
         self._refuse_in_gathered("train_step")
+        self._joins.announce("train_step", batch)
         with discard_gradients_on_error(self._discard, self.mesh):
             loss = self._order.step(batch)
         return self._conclude(self._decision.last, loss)
@@ -815,7 +823,7 @@ class Engine(GradientAccess):
 
     def _run(self, batch: Any) -> Loss:
         """The model's loss on a microbatch."""
-        return Loss.of(self._loss(call_with(self.model, batch), batch))
+        return self._joins.weighed(Loss.of(self._loss(call_with(self.model, batch), batch)))
 
     def _conclude(self, verdict: Verdict | None, loss: torch.Tensor | None) -> StepResult:
         """Count a step and its traffic."""

@@ -196,6 +196,7 @@ class Backward:
         reduces: whether a backward reduces its gradients; `no_sync` turns it off.
         under_scale: whether the engine multiplied the loss of the backward under way.
         losses: of those backwards.
+        weighs: whether losses are weighed by their counts alone, in `join`.
     """
 
     _listed = False
@@ -220,7 +221,7 @@ class Backward:
         self._active = False
         self._began = 0.0
         self.reduces = True
-        self.under_scale = False
+        self.under_scale = self.weighs = False
         self._count = 0
         self.losses = losses
         for part, gradients in parts.trained:
@@ -279,9 +280,10 @@ class Backward:
         """
         if self._active:
             return
-        if self._needs_scale and not self.under_scale:
+        if (self._needs_scale or self.weighs) and not self.under_scale:
             raise PlanError(
-                "Loss scaling is on, so the loss must be scaled: call engine.backward(loss) instead of loss.backward()."
+                f"{'engine.join()' if self.weighs else 'Loss scaling'} is on, so the loss must be scaled: call "
+                f"engine.backward(loss) instead of loss.backward()."
             )
         self._active = True
         self._late.finish()  # of a step since this backward's forward

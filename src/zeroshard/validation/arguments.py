@@ -216,3 +216,15 @@ def _refuse_empty(optimizer: torch.optim.Optimizer, layout: StateLayout, splits:
             f"it could not take part in the update. Use a smaller tensor_parallel, or an optimizer that treats every "
             f"element alone, such as AdamW."
         )
+
+
+def unjoined(plan: Plan) -> str | None:
+    """The reason why a plan takes no uneven numbers of batches; None if it takes them."""
+    reasons = (
+        (plan.streams, "its stages update before they know the counts of all ranks. Use schedule='1f1b'."),
+        (
+            plan.experts.divides,
+            "tokens of a rank without batches would take places of others' in the experts. Use expert_parallel=1.",
+        ),
+    )
+    return next((reason for holds, reason in reasons if holds), None)
