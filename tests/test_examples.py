@@ -54,3 +54,38 @@ def test_transformers_trainer() -> None:
     output = run_job(EXAMPLES / "transformers_trainer.py")
     assert float(re.findall(r"weights saved, evaluation loss (\S+)", output)[0]) < 4.0  # log 256 = 5.5 at the start
     assert "planned bytes" in output
+
+
+@pytest.mark.whole
+def test_sft_trl(tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    output = run_job(EXAMPLES / "sft_trl.py", str(tmp_path))
+    assert "41, 42" in output  # it counts on
+    assert {"checkpoint-120", "tuned"} <= {path.name for path in tmp_path.iterdir()}
+
+
+@pytest.mark.whole
+def test_dpo_trl(tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    output = run_job(EXAMPLES / "dpo_trl.py", str(tmp_path))
+    losses = re.findall(r"loss (\S+) to (\S+), accuracy 1.00", output)
+    assert float(losses[0][1]) < 0.3 < float(losses[0][0])
+
+
+def test_finetune_llama(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    output = run_job(EXAMPLES / "finetune_llama.py", str(tmp_path))
+    losses = [float(loss) for loss in re.findall(r"loss (\S+)", output)]
+    assert losses[-1] < 3.2 < losses[0]  # log 256 = 5.5 at the start
+    assert "'import" in output
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("name", ["lora.py", "qlora.py"])
+def test_adapters(tmp_path: Path, name: str) -> None:
+    for needed in ("peft", "bitsandbytes"):
+        pytest.importorskip(needed)
+    output = run_job(EXAMPLES / name, str(tmp_path))
+    losses = [float(loss) for loss in re.findall(r"loss (\S+)", output)]
+    assert losses[-1] < 3.8  # of what was exported; log 256 = 5.5 at the start
+    assert "planned bytes" in output

@@ -2,9 +2,10 @@
 
 import contextlib
 import os
+import random
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -85,25 +86,35 @@ def to_sequence(folder: Path, plan: zs.Plan | None, **more: Any) -> Trainer:
     )  # fmt: skip
 
 
-def sft(folder: Path, plan: zs.Plan | None, **more: Any) -> Trainer:
+def lora() -> Any:
+    """Adapters on all linear layers."""
+    from peft import LoraConfig
+
+    return LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def sft(folder: Path, plan: zs.Plan | None, adapters: bool = False, **more: Any) -> Trainer:
     """TRL's SFTTrainer on prompts and completions."""
     from trl import SFTConfig, SFTTrainer
 
     rows = Dataset.from_list([{"prompt": row["prompt"], "completion": row["chosen"]} for row in preferences(24)])
     given = {} if plan is None else {"plan": plan}
     arguments = SFTConfig(**settings(folder, plan, **{"bf16": False, "max_length": 32, **more}))
-    return over(SFTTrainer, plan)(llama(), arguments, train_dataset=rows, processing_class=tokenizer(), **given)
+    return over(SFTTrainer, plan)(
+        llama(), arguments, train_dataset=rows, processing_class=tokenizer(), peft_config=lora() if adapters else None,
+        **given,
+    )  # fmt: skip
 
 
-def dpo(folder: Path, plan: zs.Plan | None, **more: Any) -> Trainer:
-    """TRL's DPOTrainer with a reference model."""
+def dpo(folder: Path, plan: zs.Plan | None, adapters: bool = False, **more: Any) -> Trainer:
+    """TRL's DPOTrainer with a reference model, which is the model without its adapters if it has any."""
     from trl import DPOConfig, DPOTrainer
 
     given = {} if plan is None else {"plan": plan}
     arguments = DPOConfig(**settings(folder, plan, **{"bf16": False, "max_length": 32, **more}))
     return over(DPOTrainer, plan)(
-        llama(), llama(), arguments, train_dataset=Dataset.from_list(preferences(24)), processing_class=tokenizer(),
-        **given,
+        llama(), None if adapters else llama(), arguments, train_dataset=Dataset.from_list(preferences(24)),
+        processing_class=tokenizer(), peft_config=lora() if adapters else None, **given,
     )  # fmt: skip
 
 
@@ -119,7 +130,20 @@ def reward(folder: Path, plan: zs.Plan | None, **more: Any) -> Trainer:
     )
 
 
-TRAINERS: dict[str, Build] = {"trainer": causal, "seq2seq": to_sequence, "sft": sft, "dpo": dpo, "reward": reward}
+def with_adapters(build: Build, folder: Path, plan: zs.Plan | None, **more: Any) -> Trainer:
+    """A trainer of TRL that trains adapters, which all change what the model says."""
+    trainer = build(folder, plan, adapters=True, **more)
+    torch.manual_seed(5)
+    for name, parameter in trainer.model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, 0.0, 0.2)
+    return trainer
+
+
+TRAINERS: dict[str, Build] = {
+    "trainer": causal, "seq2seq": to_sequence, "sft": sft, "dpo": dpo, "reward": reward,
+    "sft lora": partial(with_adapters, sft), "dpo lora": partial(with_adapters, dpo),
+}  # fmt: skip
 SUMS = {"gradient_accumulation_steps": 2, "label_smoothing_factor": 0.1, "max_steps": 6}
 DEFAULT = {"trainer": "zero 3", "seq2seq": "zero 3", "sft": "zero 3", "dpo": "zero 2", "reward": "offload"}
 
@@ -134,14 +158,14 @@ def record(trainer: Trainer) -> dict[str, list[Any]]:
     return found
 
 
-def curves(folder: Path, engine: bool, whole: bool) -> dict[str, Any]:
-    """The records of all trainers under their plans, or without."""
+def curves(folder: Path, plans: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """The records of trainers under some plans each, "" for none."""
     found: dict[str, Any] = {}
-    for name, build in TRAINERS.items():
-        for plan in (PLANS if whole else [DEFAULT[name]]) if engine else [""]:
-            trainer = build(folder / name, zs.Plan(**PLANS[plan]) if engine else None)
+    for name, each in plans.items():
+        for plan in each:
+            trainer = TRAINERS[name](folder / name, zs.Plan(**PLANS[plan]) if plan else None)
             trainer.train()
-            found[f"{name}, {plan}" if engine else name] = record(trainer)
+            found[f"{name}, {plan}" if plan else name] = record(trainer)
     return found
 
 
@@ -201,7 +225,7 @@ def plain_features(folder: Path) -> dict[str, Any]:
     return found
 
 
-def features(folder: Path, whole: bool) -> dict[str, Any]:
+def features(folder: Path) -> dict[str, Any]:
     """Runs with arguments as people have them, under an engine."""
     three, two = zs.Plan(zero=3), zs.Plan(zero=2)
     found: dict[str, Any] = {}
@@ -222,7 +246,7 @@ def features(folder: Path, whole: bool) -> dict[str, Any]:
     again = causal(folder / "models", two, resume_without_states=True, max_steps=12, save_strategy="no")
     again.train(resume_from_checkpoint=True)
     found["without states"] = record(again)["step"]
-    return {**found, **(dear_features(folder) if whole else {})}
+    return found
 
 
 def dear_features(folder: Path) -> dict[str, Any]:
@@ -230,10 +254,6 @@ def dear_features(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     three, two = zs.Plan(zero=3), zs.Plan(zero=2)
     found["other plan"] = resumed(folder / "other", causal, 5, three, zs.Plan(zero=1))
-    for number, (name, build) in enumerate(TRAINERS.items()):
-        plan = zs.Plan(**list(PLANS.values())[number])
-        for stop in (4, 5, 7, 9, 11):
-            found[f"{name} at {stop}"] = resumed(folder / f"{name}-{stop}", build, stop, plan, plan)
     for name, plan in (("groups", two), ("groups, ddp", None)):
         more = {"train_sampling_strategy": "group_by_length", "per_device_train_batch_size": 2, "max_steps": 8}
         grouped = causal(folder / name, plan, **more)
@@ -242,14 +262,33 @@ def dear_features(folder: Path) -> dict[str, Any]:
     return found
 
 
-def main(folder: Path, whole: bool) -> None:
-    """All runs under an engine, one after the other; rank 0 writes their records."""
-    found = {"curves": curves(folder, True, whole), **features(folder, whole)}
+def stops_of(trainer: str) -> list[int]:
+    """Five of the twelve steps, by which a run of this trainer is stopped."""
+    return random.Random(trainer).sample(range(3, 12), 5)
+
+
+def kills(folder: Path, name: str) -> dict[str, Any]:
+    """Runs of a trainer that stop and resume, each under another plan."""
+    found = {}
+    for stop, settings in zip(stops_of(name), PLANS.values(), strict=True):
+        plan = zs.Plan(**settings)
+        found[f"{name} at {stop}"] = resumed(folder / f"{name}-{stop}", TRAINERS[name], stop, plan, plan)
+    return found
+
+
+def main(folder: Path, part: str) -> None:
+    """Runs under an engine, one after the other, of which rank 0 writes the records."""
+    if part == "default":
+        found = {"curves": curves(folder, {name: [plan] for name, plan in DEFAULT.items()}), **features(folder)}
+    elif part == "dear":
+        found = {"curves": {}, **features(folder), **dear_features(folder)}
+    else:
+        found = {"curves": curves(folder, {part: list(PLANS)}), **kills(folder, part)}
     if dist.get_rank() == 0:
-        torch.save(found, folder / "engine.pt")
+        torch.save(found, folder / "found.pt")
     dist.barrier()
 
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    main(Path(sys.argv[1]), "--whole" in sys.argv)
+    main(Path(sys.argv[1]), sys.argv[2])
