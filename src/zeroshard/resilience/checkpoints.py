@@ -9,6 +9,7 @@ from zeroshard.checkpoint import Saving, clear, committed, name_of, put_aside
 from zeroshard.checkpoint.writer import finish_all
 from zeroshard.engine import Engine
 from zeroshard.errors import CheckpointError, CheckpointWarning, DamagedError
+from zeroshard.resilience.loaders import StatefulLoader, check_loader, restore, with_loader
 
 
 class Checkpoints:
@@ -25,15 +26,19 @@ class Checkpoints:
 
     Args:
         keep: number of checkpoints that stay; older ones are removed when a newer one was written and read back.
+        loader: of the data, with `state_dict` and `load_state_dict`, as torchdata's StatefulDataLoader has them; it is
+            saved and resumed with the engine.
 
     Raises:
-        CheckpointError: `keep` is less than 1.
+        CheckpointError: `keep` is less than 1, or a loader without a state.
     """
 
-    def __init__(self, engine: Engine, folder: str | Path, keep: int = 2) -> None:
+    def __init__(self, engine: Engine, folder: str | Path, keep: int = 2, loader: StatefulLoader | None = None) -> None:
+        if loader is not None:
+            check_loader(loader)
         if keep < 1:
             raise CheckpointError(f"keep is {keep}; it must be 1 or more, or nothing would be left to go on from.")
-        self.engine, self.folder, self.keep = engine, Path(folder), keep
+        self.engine, self.folder, self.keep, self.loader = engine, Path(folder), keep, loader
         finish_all()  # an earlier engine's half-written checkpoint would be removed
         if engine.world.mesh.rank == 0:
             clear(self.folder)
@@ -45,6 +50,8 @@ class Checkpoints:
         Raises:
             CheckpointError: it is there already, or cannot be begun; with `wait`, also if writing it failed.
         """
+        if self.loader is not None:
+            extra = with_loader(self.engine, self.loader, extra or {})
         return self.engine.save(self.folder / name_of(self.engine.steps), extra, keep=self.keep, wait=wait)
 
     def steps(self) -> list[int]:
@@ -57,9 +64,11 @@ class Checkpoints:
         A damaged one is renamed to `NAME.bad`, with a `CheckpointWarning`, and the one before it is taken.
 
         Raises:
-            DamagedError: all are damaged. CheckpointError: the newest is of another model or optimizer.
+            DamagedError: all are damaged. CheckpointError: the newest is of another model or optimizer, or has no state
+                of the loader.
         """
-        return resume(self.engine, self.folder)
+        extra = resume(self.engine, self.folder)
+        return None if extra is None else restore(self.engine, self.loader, extra)
 
     def back_to(self, step: int) -> dict[str, Any]:
         """Go back to the checkpoint of `step`; later ones are renamed.
@@ -71,7 +80,7 @@ class Checkpoints:
         steps = self.steps()
         for later in (other for other in steps if other > step and step in steps):
             _put_aside(self.engine, self.folder / name_of(later))
-        return self.engine.load(self.folder / name_of(step))
+        return restore(self.engine, self.loader, self.engine.load(self.folder / name_of(step)))
 
 
 def resume(engine: Engine, folder: Path) -> dict[str, Any] | None:
