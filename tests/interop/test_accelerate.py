@@ -52,6 +52,7 @@ def test_a_saved_state_has_the_engines_part_and_those_of_accelerate(found: dict[
 
 def test_an_engine_can_be_prepared(found: dict[str, Any]) -> None:
     assert found["adopted"]
+    assert found["model"] == ["model.safetensors"]
 
 
 def test_calls_that_cannot_work_name_the_way_out(found: dict[str, Any]) -> None:

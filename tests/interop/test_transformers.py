@@ -9,6 +9,8 @@ import torch
 from jobs import run_job
 from selection import by_default
 
+from zeroshard.errors import ConfigError
+
 for needed in ("transformers", "accelerate"):
     pytest.importorskip(needed)
 with warnings.catch_warnings():
@@ -107,3 +109,10 @@ def test_a_resume_without_states_is_refused_unless_asked_for(found: dict[str, An
     assert nothing.startswith("CheckpointError") and "Leave resume_from_checkpoint out" in nothing
     assert optimizer.startswith("OptimizerError: The optimizer's states are in slices")
     assert found["without states"][-1] == 12
+
+
+def test_the_mixin_comes_before_the_trainer() -> None:
+    from transformers import Seq2SeqTrainer
+
+    with pytest.raises(ConfigError, match="Write `class Wrong\\(ZeroshardMixin, Seq2SeqTrainer\\)`"):
+        type("Wrong", (Seq2SeqTrainer, runs.ZeroshardMixin), {})

@@ -264,7 +264,7 @@ def dear_features(folder: Path) -> dict[str, Any]:
 
 def stops_of(trainer: str) -> list[int]:
     """Five of the twelve steps, by which a run of this trainer is stopped."""
-    return random.Random(trainer).sample(range(3, 12), 5)
+    return random.Random(trainer).sample(range(4, 12), 5)
 
 
 def kills(folder: Path, name: str) -> dict[str, Any]:

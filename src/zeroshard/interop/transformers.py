@@ -17,7 +17,7 @@ from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 
 from zeroshard.engine import Engine
-from zeroshard.errors import CheckpointError
+from zeroshard.errors import CheckpointError, ConfigError
 from zeroshard.interop.accelerate import ZeroshardAccelerator
 from zeroshard.interop.loops import absent_weights
 from zeroshard.interop.states import STATES, has_states, load_states, save_states
@@ -44,6 +44,21 @@ class ZeroshardMixin(Trainer):
     """
 
     accelerator: ZeroshardAccelerator
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Check the order of the bases.
+
+        Raises:
+            ConfigError: the mixin stands behind the trainer that it is for.
+        """
+        super().__init_subclass__(**kwargs)
+        mixin, before = ZeroshardMixin, cls.__mro__[: cls.__mro__.index(ZeroshardMixin)]
+        hidden = [each.__name__ for each in before if Trainer in each.__mro__ and mixin not in each.__mro__]
+        if hidden:
+            raise ConfigError(
+                f"{cls.__name__} names {hidden[0]} before ZeroshardMixin, whose methods would be hidden. Write "
+                f"`class {cls.__name__}(ZeroshardMixin, {hidden[0]})`."
+            )
 
     def __init__(
         self, *args: Any, plan: Plan | None = None, resume_without_states: bool = False, **kwargs: Any
