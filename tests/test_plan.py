@@ -67,6 +67,7 @@ WRONG: dict[str, list[Any]] = {
     "offload.delayed_warmup": [-1, 1.5, "long", True, None],
     "offload.speculate": [0, "no", None],
     "overlap_gather": (1, "yes"),
+    "strict": (1, "yes"),
     "device_memory": ["lots", "", "12 parsecs", -1, True],
     "timeout": [0, -1, INF, NAN, "soon", None],
 }

@@ -105,6 +105,9 @@ class Plan:
     transport: Literal["auto", "shared", "network"] = "auto"
     """How slices get from rank to rank: through memory that they share ("shared": all ranks are processes of one
     machine and compute on its CPUs), or torch.distributed ("network"); "auto" shares where that is possible."""
+    strict: bool = False
+    """At zero=3, gather each unit for its use in every case, on one rank and where ranks could share memory too: so a
+    run on one machine refuses the reads of parameters that a cluster refuses. `transport` is "network" then."""
     overlap_gather: bool = False
     """At stages 1 and 2 over the network, let `step` return while updated parameters are gathered: the next forward
     waits for them unit by unit, and so do nearly all other reads of parameters (exceptions: docs/zero.md)."""
@@ -163,6 +166,9 @@ class Plan:
         recompute = group if self.recompute is None else "recompute"
         self._take_short_forms()
         self._check_ranges()
+        transports = {("auto", True, 3): "network"}
+        transport = transports.get((self.transport, self.strict, self.zero), self.transport)
+        object.__setattr__(self, "transport", transport)
         for refusal in self._refusals(recompute):
             raise PlanError(refusal)
 
@@ -182,6 +188,10 @@ class Plan:
         offloads = "activations" in self.offloading.kinds
         yield from self.saving.arena_refusals(pipeline.stages, pipeline.schedule, pipeline.streams, offloads)
         yield from self._overlap_refusals() if self.overlap_gather else ()
+        yield from (
+            "strict=True gathers parameters over the network, and with transport='shared' none are gathered. Leave one "
+            "out.",
+        ) * ((self.strict, self.transport) == (True, "shared"))
         if self.precision == "fp16" and self.loss_scaling.value == "off" and self.nonfinite == "raise":
             yield (
                 "precision='fp16' with loss_scale='off' loses small gradients silently. Use loss_scale='dynamic', "
@@ -405,6 +415,7 @@ class Plan:
 
     def _check_choices(self) -> None:
         check_flag("overlap_gather", self.overlap_gather)
+        check_flag("strict", self.strict)
         for name, allowed in CHOICES.items():
             check_choice(name, getattr(self, name), allowed)
         for name in ("units", "fp32_modules"):

@@ -197,6 +197,9 @@ def draw(seed: int) -> Case:
         plan["loss_chunk"] = apart.choice((1, 4, 1000))
     if apart.random() < 0.3:
         plan["rng"] = "exact"
+    strict = random.Random(-(2**34) - seed)  # of its own, too
+    if strict.random() < (0.3 if plan.get("zero") == 3 else 0.02):
+        plan["strict"] = True
     if model == "Sometimes" and other.get("pipeline_parallel", 1) > 1:
         other = {}  # a pipeline refuses it in the step that leaves a block out
     if model == "CheckpointedInside" and "Block" in plan.get("fp32_modules", ()):

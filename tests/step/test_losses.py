@@ -94,6 +94,19 @@ def test_sums_and_means_do_not_mix() -> None:
     assert losses.close([LossReport(BY_MEAN), LossReport()], 2) == 1.0 and losses.mean is None
 
 
+@pytest.mark.parametrize("count", [0, torch.tensor(0), 4, torch.tensor(4)])
+def test_a_sum_over_no_tokens_is_zero(count: Any) -> None:
+    weights = torch.ones(3, 5, requires_grad=True)
+    mean = torch.nn.functional.cross_entropy(weights, torch.full((3,), -100))  # 0/0
+    loss = Loss.by_sum(mean * count, count)
+    loss.value.backward()
+    if count:
+        assert loss.value.isnan()  # which a step refuses
+    else:
+        assert loss.value == 0 and weights.grad is not None and not weights.grad.any()
+    assert Loss.by_sum(torch.tensor(3.0), 0).value == 3.0
+
+
 def test_no_token_on_any_rank() -> None:
     with pytest.raises(NonFiniteError, match=r"counts are 0 on all ranks.*nonfinite='skip'"):
         StepLosses().close(reports((0.0, 0.0), (0.0, 0.0)), 2)

@@ -109,3 +109,30 @@ def test_labels_are_those_of_the_loss_function() -> None:
     for other, given in ((nn.Linear(1, 1), batch), (model, {"num_items_in_batch": 5})):
         with pytest.raises(BatchError, match=r"num_items_in_batch, whose labels are not known .* to \(sum, count\)"):
             loss_of(other, output, given)
+
+
+def masked(mesh: zs.Mesh, form: str, zero: int) -> Any:
+    """A step in which the second rank has no label, in one of the forms of a loss by sum; and one without it."""
+    engine = zs.Engine(seeded("llama"), SGD, zs.Plan(zero=zero), mesh=mesh)
+    batch = rows(0)
+    if mesh.rank == 1:
+        batch["labels"] = torch.full_like(batch["labels"], -100)
+    count = (batch["labels"][:, 1:] != -100).sum()
+    if form == "items":
+        result = engine.train_step({**batch, "num_items_in_batch": count})
+    else:
+        engine.backward(engine(**batch).loss * count, count)
+        result = engine.step()
+    return result.loss, engine.state_dict()
+
+
+@pytest.mark.parametrize("form, zero", [("items", 2), ("mean times count", 3)])
+def test_a_rank_without_labels_counts_zero(pool: Pool, form: str, zero: int) -> None:
+    model = seeded("llama")
+    loss = model(**rows(0)).loss
+    loss.backward()
+    SGD(model.parameters()).step()
+    for found, state in pool.run(masked, 2, form, zero):
+        torch.testing.assert_close(found, loss.detach(), rtol=1e-5, atol=1e-6)
+        for name, values in model.state_dict().items():
+            torch.testing.assert_close(state[name], values, rtol=1e-4, atol=1e-6)

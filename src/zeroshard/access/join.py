@@ -259,11 +259,11 @@ class JoinAccess:
         """Inside, ranks may have unlike numbers of batches, none too; a collective call when it begins and ends.
 
         A rank whose batches have ended leaves the block, and takes part in the steps of the others with weight zero
-        until all have left. The step's gradient is that of a plain loop over the batches that there are: of losses by sum,
-        over the counts of these; means count alike, once for each backward or microbatch. Inside, ranks with batches
-        make the same calls of the engine: forwards as `engine(...)`, `backward`, `clip_grad_norm`, `clip_grad_value`,
-        `step`, `train_step`; others (`save`, `state_dict`) after the block. Options of the optimizer are those of the
-        ranks with batches when it ends, so schedules may be stepped inside.
+        until all have left. The step's gradient is that of a plain loop over the batches that there are: of losses by
+        sum, over the counts of these; means count alike, once for each backward or microbatch. Inside, ranks with
+        batches make the same calls of the engine: forwards as `engine(...)`, `backward`, `clip_grad_norm`,
+        `clip_grad_value`, `step`, `train_step`; others (`save`, `state_dict`) after the block. Options of the optimizer
+        are those of the ranks with batches when it ends, so schedules may be stepped inside.
 
         Raises:
             PlanError: the plan is one of stages that update alone, or of experts over ranks; or a step is under way.

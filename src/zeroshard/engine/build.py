@@ -399,7 +399,7 @@ class Builder:
 
     def _gathers(self, comm: Comm) -> bool:
         """Whether units sliced among these ranks are gathered for use; those that ranks share are there for all."""
-        several = comm.mesh.ranks > 1 or self._plan.offloading.parameters
+        several = comm.mesh.ranks > 1 or self._plan.offloading.parameters or self._plan.strict
         return self._residency.slice_parameters and several and comm.shared is None
 
     def _host_updater(

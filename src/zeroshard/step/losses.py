@@ -71,7 +71,8 @@ class Loss(NamedTuple):
     def by_sum(cls, total: Any, count: Any, penalty: Any = None) -> "Loss":
         """A sum over `count` tokens or rows, with a penalty that is no such sum and weighs 1 in the step's mean.
 
-        A count that is no number is refused in the agreement on the step, on all ranks.
+        A sum over no tokens is 0, whatever a mean over none (0/0) has made of it. A count that is no number is refused
+        in the agreement on the step, on all ranks.
 
         Raises:
             BatchError: the sum is no scalar tensor, or in 16 bits that end at 65,504.
@@ -84,6 +85,7 @@ class Loss(NamedTuple):
                 "The loss that was given by sum is in float16, which ends at 65,504; compute it from logits.float()."
             )
         number = _number(count)
+        total = _of_none(total, number)
         return cls(total.reshape(()) if penalty is None else total.reshape(()) + number * penalty, number)
 
     def weighted(self, weight: float) -> "Loss":
@@ -247,6 +249,15 @@ def means_alone(run: Callable[[Any], Any], schedule: str) -> Callable[[Any], Any
         return loss
 
     return checked
+
+
+def _of_none(total: Tensor, count: float | Tensor) -> Tensor:
+    """A sum, or zeros in the place of NaN or infinity where the count is 0; without a wait for the device."""
+    device = count.device if isinstance(count, Tensor) else torch.device("cpu")
+    if device not in (torch.device("cpu"), total.device) or (device.type == "cpu" and count != 0):
+        return total
+    empty = ~torch.isfinite(total.detach()) & (count == 0)
+    return torch.where(empty, torch.zeros_like(total), total)
 
 
 def _number(count: Any) -> float | Tensor:
