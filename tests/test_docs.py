@@ -17,7 +17,9 @@ import pytest
 import zeroshard as zs
 from zeroshard.cli.checkpoint import OPTIONS as CHECKPOINT_OPTIONS
 from zeroshard.cli.doctor import DoctorOptions
+from zeroshard.cli.evaluate import EvaluateOptions
 from zeroshard.cli.export import ExportOptions
+from zeroshard.cli.generate import GenerateOptions
 from zeroshard.cli.launch import CLUSTERS
 from zeroshard.cli.main import ReportOptions
 from zeroshard.cli.partition import PartitionOptions
@@ -51,6 +53,8 @@ COMMANDS: dict[str, Any] = {
     "run": RunOptions,
     "verify": VerificationOptions,
     "export": ExportOptions,
+    "generate": GenerateOptions,
+    "evaluate": EvaluateOptions,
     **{f"launch {name}": options for name, options in CLUSTERS.items()},
     **{f"checkpoint {name}": options for name, options in CHECKPOINT_OPTIONS.items()},
 }
@@ -259,7 +263,9 @@ def test_no_object_is_described_twice() -> None:
     assert described and len(described) == len(set(described))
 
 
-@pytest.mark.parametrize("command", ["train", "simulate", "profile", "partition", "export", "run", "verify"])
+@pytest.mark.parametrize(
+    "command", ["train", "simulate", "profile", "partition", "export", "run", "verify", "generate", "evaluate"]
+)
 def test_every_option_has_its_row(command: str) -> None:
     page = (ROOT / "docs" / "cli.md").read_text()
     section = page.partition(f"\n## zeroshard {command}\n")[2].partition("\n## ")[0]

@@ -29,6 +29,8 @@ USAGE = """zeroshard trains PyTorch models that do not fit: on many devices or o
   zeroshard launch     print the files that run a job on a SLURM or Kubernetes cluster
   zeroshard checkpoint list (ls), verify, describe (info) or compare (diff) checkpoints
   zeroshard export     write a checkpoint's weights as safetensors under the model's own names
+  zeroshard generate   print text that the model of a run folder generates
+  zeroshard evaluate   measure loss, perplexity and bits per byte of the model of a run folder
   zeroshard plan       which plans fit and how long a step takes, before anything runs
   zeroshard verify     train a few steps under a plan and in one process, and name the module that differs
   zeroshard doctor     check this machine's set-up, and measure what it can do for the planner
@@ -47,6 +49,8 @@ COMMANDS = {  # the function of each, which is imported when it runs
     "launch": "zeroshard.cli.launch:run_launch",
     "checkpoint": "zeroshard.cli.checkpoint:run_checkpoint",
     "export": "zeroshard.cli.export:run_export",
+    "generate": "zeroshard.cli.generate:run_generate",
+    "evaluate": "zeroshard.cli.evaluate:run_evaluate",
     "plan": "zeroshard.cli.main:_plan",
     "verify": "zeroshard.cli.verify:run_verify",
     "doctor": "zeroshard.cli.doctor:run_doctor",
@@ -59,6 +63,8 @@ COMMANDS = {  # the function of each, which is imported when it runs
 OPTIONS = {  # option classes whose names replace settings in error messages
     "train": "zeroshard.train.config:TrainConfig",
     "verify": "zeroshard.cli.verify:VerificationOptions",
+    "generate": "zeroshard.cli.generate:GenerateOptions",
+    "evaluate": "zeroshard.cli.evaluate:EvaluateOptions",
     "simulate": "zeroshard.cli.simulate:SimulateOptions",
     "plan": "zeroshard.cli.plan_options:PlanOptions",
     "partition": "zeroshard.cli.partition:PartitionOptions",

@@ -32,6 +32,14 @@ class TokenRows(NamedTuple):
     tokens: Tensor
     labels: Tensor | None = None
 
+    @classmethod
+    def joined(cls, rows: "Sequence[TokenRows]") -> "TokenRows":
+        """Rows one after the other; labels where some have them."""
+        tokens = torch.cat([each.tokens for each in rows])
+        if all(each.labels is None for each in rows):
+            return cls(tokens)
+        return cls(tokens, torch.cat([each.tokens if each.labels is None else each.labels for each in rows]))
+
     def to(self, device: torch.device) -> "TokenRows":
         """The rows on a device."""
         return TokenRows(self.tokens.to(device), None if self.labels is None else self.labels.to(device))

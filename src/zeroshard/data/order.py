@@ -38,11 +38,18 @@ class DocumentOrder:
 
     Args:
         part: this reader's among `parts`, which take different blocks of each epoch.
-        held_out: whether to read the documents that are held out for validation, or all others.
+        held_out: whether to read the documents that are held out for validation, once, or all others, without end; None
+            reads all once, in the order of the files.
     """
 
     def __init__(
-        self, source: DocumentSource, encoder: Encoder, seed: int, part: int = 0, parts: int = 1, held_out: bool = False
+        self,
+        source: DocumentSource,
+        encoder: Encoder,
+        seed: int,
+        part: int = 0,
+        parts: int = 1,
+        held_out: bool | None = False,
     ) -> None:
         self.source, self.encoder, self.held_out = source, encoder, held_out
         self._seed, self._part, self._parts = f"{seed} {source.digest}", part, parts
@@ -69,7 +76,7 @@ class DocumentOrder:
                             yield example
                         document = 0
                 chunk = 0
-            if self.held_out:
+            if self.held_out is not False:
                 return
             if not found:
                 raise DataError(
@@ -80,6 +87,8 @@ class DocumentOrder:
 
     def _blocks(self, epoch: int) -> list[FileBlock]:
         """The blocks of this part in an epoch, in the order in which they are read."""
+        if self.held_out is None:
+            return list(self.source.in_order())
         order = _shuffled(len(self.source.blocks), f"{self._seed} blocks {epoch}")
         return [self.source.blocks[number] for number in order[self._part :: self._parts]]
 
@@ -102,7 +111,7 @@ class DocumentOrder:
     ) -> Iterator[tuple[DocumentPosition, Example, Where]]:
         """The documents of a chunk in shuffled order, from a position in it on; empty ones are left out."""
         key = f"{self._seed} documents {self._part} {self._parts} {begin[:3]}"
-        order = _shuffled(len(documents), key)
+        order = list(range(len(documents))) if self.held_out is None else _shuffled(len(documents), key)
         for first in range(begin.document, len(order), ENCODED):
             chosen = [documents[number] for number in order[first : first + ENCODED]]
             columns = [

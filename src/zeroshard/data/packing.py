@@ -27,8 +27,9 @@ class WrappedRows:
         position: of the next row.
     """
 
-    def __init__(self, order: DocumentOrder, sequence: int, begin: RowPosition) -> None:
-        self.position, self._sequence = begin, sequence
+    def __init__(self, order: DocumentOrder, sequence: int, begin: RowPosition, tail: bool = False) -> None:
+        """`tail`: give the last tokens of documents that end as a row with labels, filled up with zeros."""
+        self.position, self._sequence, self._tail = begin, sequence, tail
         self._examples = order.examples(DocumentPosition(*begin[:4]))
         self._pending: deque[tuple[DocumentPosition, Array]] = deque()
         self._length = -begin.offset  # tokens that are pending from the position on
@@ -39,7 +40,7 @@ class WrappedRows:
         while self._length < wanted:
             found = next(self._examples, None)
             if found is None:
-                return None
+                return self._rest()
             position, example, _ = found
             self._pending.append((position, example.tokens))
             self._length += len(example.tokens)
@@ -51,6 +52,18 @@ class WrappedRows:
             offset -= len(self._pending.popleft()[1])
         self.position = RowPosition(*self._pending[0][0], offset)
         return Example(tokens)
+
+    def _rest(self) -> Example | None:
+        """The tokens that do not fill a row, once."""
+        if not self._tail or self._length < 2:
+            return None
+        rest = np.concatenate([tokens for _, tokens in self._pending])[self.position.offset :]
+        tokens = np.zeros(self._sequence + 1, dtype=np.int32)
+        labels = np.full(self._sequence + 1, IGNORED, dtype=np.int32)
+        tokens[: len(rest)] = labels[: len(rest)] = rest
+        self._pending.clear()
+        self._length = 0
+        return Example(tokens, labels)
 
 
 class WholeExamples:

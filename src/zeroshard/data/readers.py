@@ -68,8 +68,8 @@ class RowReader:
         row: number of the next row.
     """
 
-    def __init__(self, mixture: DataMixture, number: int, state: State = (), held_out: bool = False) -> None:
-        """`state`: of an earlier reader of the same number; none for the beginning."""
+    def __init__(self, mixture: DataMixture, number: int, state: State = (), held_out: bool | None = False) -> None:
+        """`state`: of an earlier reader of the same number; none for the beginning. `held_out`: see `DocumentOrder`."""
         self._mixture, self._key = mixture, f"{mixture.seed} {number}"
         self.row = state[0] if state else 0
         count, width = len(mixture.sources), len(RowPosition())
@@ -81,13 +81,13 @@ class RowReader:
         self._shares = list(accumulate(each.weight / total for each in mixture.sources))
 
     def _packer(
-        self, mixed: MixedSource, number: int, begin: RowPosition, held_out: bool
+        self, mixed: MixedSource, number: int, begin: RowPosition, held_out: bool | None
     ) -> WrappedRows | WholeExamples:
         mixture = self._mixture
-        readers = 1 if held_out else mixture.readers
+        readers = mixture.readers if held_out is False else 1
         order = DocumentOrder(mixed.source, mixed.encoder, mixture.seed, number, readers, held_out)
         if not mixed.encoder.whole:
-            return WrappedRows(order, mixture.sequence, begin)
+            return WrappedRows(order, mixture.sequence, begin, tail=held_out is None)
         padding = mixture.tokenizer.padding
         assert padding is not None  # the encoder has checked it
         return WholeExamples(order, mixture.sequence, begin, padding, mixture.truncate)

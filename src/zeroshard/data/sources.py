@@ -77,17 +77,21 @@ class DocumentSource:
         """The file and line or row of a document, for an error."""
         return f"{self.found.files[block.file]}, row {place + 1}"
 
-    def split(self, block: FileBlock, held_out: bool) -> Iterator[tuple[int, Record]]:
-        """The documents of a block that are held out, each twentieth, or all others."""
+    def split(self, block: FileBlock, held_out: bool | None) -> Iterator[tuple[int, Record]]:
+        """The documents of a block that are held out, each twentieth; or all others; or with None all."""
         for ordinal, (place, record) in enumerate(self.records(block)):
-            if ((7 * block.number + ordinal) % EVERY == EVERY - 1) == held_out:
+            if held_out is None or ((7 * block.number + ordinal) % EVERY == EVERY - 1) == held_out:
                 yield place, record
 
-    def beginning(self, count: int) -> Iterator[tuple[Mapping[str, Any] | str, Callable[[], str]]]:
-        """The first `count` documents, each with a function that names its place."""
+    def beginning(self, count: int | None) -> Iterator[tuple[Mapping[str, Any] | str, Callable[[], str]]]:
+        """The first `count` documents or all, each with a function that names its place."""
         documents = ((block, *found) for block in self.blocks for found in self.records(block))
         for block, place, record in islice(documents, count):
             yield self.columns(block, place, record), partial(self.where, block, place)
+
+    def in_order(self) -> Sequence[FileBlock]:
+        """Blocks to read once from the first to the last, which cut documents as seldom as can be."""
+        return self.blocks
 
     def _places(self) -> Iterator[tuple[int, int, int]]:
         """(file, start, stop) of every block."""
@@ -123,6 +127,10 @@ class TextFiles(DocumentSource):
     def where(self, block: FileBlock, place: int) -> str:
         """The file and byte."""
         return f"{self.found.files[block.file]}, byte {place}"
+
+    def in_order(self) -> Sequence[FileBlock]:
+        """Blocks of `BLOCK` bytes, also of a small source."""
+        return [FileBlock(number, *place) for number, place in enumerate(_byte_ranges(self.found.files, BLOCK))]
 
     def _places(self) -> Iterator[tuple[int, int, int]]:
         size = min(BLOCK, max(SMALLEST_BLOCK, self.found.nbytes // FEWEST_BLOCKS))

@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-
 from zeroshard.comm.collectives import Comm
 from zeroshard.data.corpus import Batches, Corpus, files_corpus, standard_library_corpus, validation_windows
 from zeroshard.data.files import find, named_kinds, parse_sources
@@ -235,7 +233,7 @@ class StreamedData:
                 f"documents or shorten the sequence"
             )
         mine = rows[: len(rows) - len(rows) % ranks][rank::ranks]
-        return (_joined(mine[first : first + batch]) for first in range(0, len(mine), batch))
+        return (TokenRows.joined(mine[first : first + batch]) for first in range(0, len(mine), batch))
 
     def state(self) -> dict[str, Any] | None:
         """The state of the loader."""
@@ -264,11 +262,3 @@ class StreamedData:
             nbytes += mixed.encoder.nbytes(documents)
             tokens += sum(len(example.tokens) for example in mixed.encoder.encode(documents))
         return nbytes / max(tokens, 1) if nbytes else 1.0
-
-
-def _joined(rows: Sequence[TokenRows]) -> TokenRows:
-    """Rows in one; labels where one of them has some."""
-    tokens = torch.cat([each.tokens for each in rows])
-    if all(each.labels is None for each in rows):
-        return TokenRows(tokens)
-    return TokenRows(tokens, torch.cat([each.tokens if each.labels is None else each.labels for each in rows]))
