@@ -182,7 +182,15 @@ def machine() -> dict[str, str]:
             product = torch.nn.functional.gelu(values @ b.to(values.dtype)).softmax(-1)
             digest.update(torch.nn.functional.layer_norm(product, (size,)).float().numpy().tobytes())
     capability, version = torch.backends.cpu.get_cpu_capability(), torch.__version__.partition("+")[0]
-    return {"cpu": capability, "torch": version, "results": digest.hexdigest()[:16]}
+    return {"cpu": capability, "torch": version, "results": digest.hexdigest()[:16], "processor": _processor()}
+
+
+def _processor() -> str:
+    """A digest of the first processor's model, flags and cache, by which kernels and their blocks are chosen."""
+    named = ("vendor_id", "cpu family", "model", "stepping", "flags", "cache size")
+    first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
+    facts = [line for line in first if line.partition("\t")[0].strip(" :") in named]
+    return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
 
 
 def record(mesh: zs.Mesh, name: str, folder: str) -> dict[str, Any]:
