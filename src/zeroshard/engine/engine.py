@@ -60,10 +60,11 @@ from zeroshard.step.sequence import AllRanks, Scope, StepOrder, StepResult, Step
 from zeroshard.step.trace import Trace, traced
 from zeroshard.text import parse_bytes
 from zeroshard.traffic import BETWEEN_TIERS, Count, Purpose, merged
+from zeroshard.units.compiling import compile_blocks
 from zeroshard.units.forwards import layers_of
 from zeroshard.units.hooks import Hook
 from zeroshard.units.materialise import Initialiser
-from zeroshard.validation.arguments import check_arguments, check_options, unjoined
+from zeroshard.validation.arguments import check_arguments, check_compiling, check_options, check_within, unjoined
 from zeroshard.validation.memory import raises_budget_exceeded
 from zeroshard.validation.model_checks import FIRST_STEPS, check_computing, check_model, guard, warn_of_unused
 from zeroshard.validation.ranks import check_alike, check_replicas, tied_names
@@ -784,13 +785,18 @@ class Engine(GradientAccess, JoinAccess):
         Raises:
             PlanError: `module` is no module of this engine's model.
         """
-        if not isinstance(module, nn.Module) or all(module is not each for each in self.model.modules()):
-            found = f"a {type(module).__name__} of elsewhere" if isinstance(module, nn.Module) else repr(module)
-            raise PlanError(
-                f"layers_of takes a module of the engine's model, and was given {found}. Pass engine.model, or one of "
-                f"its modules by engine.model.get_submodule('its.path')."
-            )
+        check_within(self.model, module)
         return layers_of(module)
+
+    def compile(self, **options: Any) -> Self:
+        """Compile the forward of each block by `torch.compile(**options)`, inside of its gathers; returns the engine.
+
+        Raises:
+            PlanError: an option or a plan that does not go with compiled blocks, or a block is compiled already.
+        """
+        check_compiling(self.plan)
+        compile_blocks([unit.module for unit in self._assembly.parts.units if unit.module is not self.model], options)
+        return self
 
     def memory(self) -> MemoryTable:
         """Bytes on this rank by category: planned by the formula, measured by the ledger.

@@ -26,6 +26,7 @@ ORDER = {  # outermost first
     "gathered": "a norm sees the features of all tensor ranks",
     "divided": "the module computes its tensor rank's part",
     "deferred": "a linear layer leaves its weight's gradient for later",
+    "graph": "the operations of a block run as a graph of torch.compile",
 }
 OWN, USER = "own", "user"  # the forward of the module's class, and one that the user has set on the module
 _RANKS = {name: rank for rank, name in enumerate(ORDER)}

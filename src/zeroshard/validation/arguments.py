@@ -51,6 +51,36 @@ def check_arguments(model: Any, optimizer: Any, plan: Any) -> None:
         raise PlanError(f"The plan is {_found(plan)}, and it must be a zs.Plan; {_plan_meant(plan)}.")
 
 
+def check_compiling(plan: Plan) -> None:
+    """Refuse compiled blocks under a plan that replaces operations inside of them.
+
+    Raises:
+        PlanError: with the way out.
+    """
+    if plan.rng == "exact":
+        raise PlanError("rng='exact' replaces random draws one by one, which a graph hides; use rng='fast' to compile.")
+    if plan.saving.compress:
+        raise PlanError(
+            f"activations.compress={plan.saving.compress} replaces saved tensors of single operations, which a "
+            f"graph joins; compile without it."
+        )
+
+
+def check_within(model: nn.Module, module: Any) -> None:
+    """Refuse an argument of `layers_of` that is no module of the model.
+
+    Raises:
+        PlanError: with the way out.
+    """
+    if isinstance(module, nn.Module) and any(module is each for each in model.modules()):
+        return
+    found = f"a {type(module).__name__} of elsewhere" if isinstance(module, nn.Module) else repr(module)
+    raise PlanError(
+        f"layers_of takes a module of the engine's model, and was given {found}. Pass engine.model, or one of its "
+        f"modules by engine.model.get_submodule('its.path')."
+    )
+
+
 def check_options(mesh: Any, **functions: Any) -> None:
     """Refuse a mesh of another kind, and functions that cannot be called; each may be None.
 
