@@ -27,8 +27,11 @@ def plain() -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from accelerate import Accelerator
+        from accelerate.state import AcceleratorState, GradientState
         from interop import accelerate_runs as runs
 
+        AcceleratorState._reset_state(reset_partial_state=True)  # of other tests in this process
+        GradientState._reset_state()
         return runs.loop(Accelerator(**runs.SETTINGS), range(3))
 
 

@@ -37,7 +37,11 @@ def found(tmp_path_factory: pytest.TempPathFactory, whole: bool) -> dict[str, An
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory, whole: bool) -> dict[str, Any]:
     """The records of the same trainers in this process, without an engine."""
+    from accelerate.state import AcceleratorState, GradientState
+
     folder = tmp_path_factory.mktemp("plain")
+    AcceleratorState._reset_state(reset_partial_state=True)  # of other tests in this process
+    GradientState._reset_state()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trained = {name: [""] for name in (runs.TRAINERS if whole else runs.DEFAULT)}

@@ -56,6 +56,20 @@ def settings(folder: Path, plan: zs.Plan | None, **more: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def saved_llama(folder: Path) -> Path:
+    """A folder of the causal model's weights; a collective call."""
+    if dist.get_rank() == 0:
+        llama().save_pretrained(folder / "base")
+    dist.barrier()
+    return folder / "base"
+
+
+def on_meta() -> LlamaForCausalLM:
+    """The causal model without values."""
+    with torch.device("meta"):
+        return LlamaForCausalLM(llama().config)
+
+
 def rows_of(texts: list[str]) -> list[dict[str, Any]]:
     """Rows for a causal model."""
     words = tokenizer()
@@ -65,10 +79,12 @@ def rows_of(texts: list[str]) -> list[dict[str, Any]]:
 def causal(folder: Path, plan: zs.Plan | None, **more: Any) -> Trainer:
     """transformers' Trainer, with rows of different lengths."""
     collate = DataCollatorForSeq2Seq(tokenizer(), padding=True)
-    keep = {name: more.pop(name) for name in ("callbacks", "resume_without_states", "optimizers") if name in more}
+    keep = {name: more.pop(name) for name in ("callbacks", "resume_without_states", "weights") if name in more}
     given = {} if plan is None else {"plan": plan}
+    dropout = more.pop("dropout", 0.0)
+    model = llama(dropout) if "weights" not in keep else on_meta()
     return over(Trainer, plan)(
-        llama(more.pop("dropout", 0.0)), TrainingArguments(**settings(folder, plan, **more)), collate,
+        model, TrainingArguments(**settings(folder, plan, **more)), collate,
         rows_of(sentences(24)), rows_of(sentences(8, 5)), **given, **keep,
     )  # fmt: skip
 
@@ -232,7 +248,7 @@ def features(folder: Path) -> dict[str, Any]:
     found["resumed"] = resumed(folder / "resumed", partial(causal, dropout=0.2), 7, three, three)
     found["best"] = best(folder / "best", False, three)
     found["best of models"] = best(folder / "models", True, two)
-    accumulates = causal(folder / "accumulates", two, **SUMS)
+    accumulates = causal(folder / "accumulates", two, weights=saved_llama(folder), **SUMS)
     accumulates.train()
     found["accumulates"] = record(accumulates)
     rounded = causal(folder / "rounded", three, bf16=True)

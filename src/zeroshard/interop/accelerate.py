@@ -8,6 +8,7 @@ Needs accelerate (the extra `hf`), which the rest of the package never imports.
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from os import PathLike
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,6 +20,7 @@ from torch import nn
 from zeroshard.comm.mesh import init_mesh
 from zeroshard.engine import Engine
 from zeroshard.errors import ModelError, OptimizerError, PlanError
+from zeroshard.interop.huggingface import from_pretrained
 from zeroshard.interop.loops import check_loop, with_dtype
 from zeroshard.interop.optimizer import EngineOptimizer
 from zeroshard.interop.states import load_states, save_states
@@ -36,6 +38,7 @@ class ZeroshardAccelerator(Accelerator):
 
     Args:
         plan: for the engine; one microbatch and no split layers, because the loop and the loaders are the user's.
+        weights: a folder of `save_pretrained`, of which each rank reads its slices for a model on the meta device.
         settings: arguments of `Accelerator`.
 
     Attributes:
@@ -49,23 +52,23 @@ class ZeroshardAccelerator(Accelerator):
     _models: list[nn.Module]
     _optimizers: list[torch.optim.Optimizer]
 
-    def __init__(self, plan: Plan | None = None, **settings: Any) -> None:
+    def __init__(self, plan: Plan | None = None, weights: str | PathLike[str] | None = None, **settings: Any) -> None:
         super().__init__(**settings)
-        self._take(plan or Plan())
+        self._take(plan or Plan(), weights)
 
     @classmethod
-    def over(cls, accelerator: Accelerator, plan: Plan) -> Self:
-        """A copy of an accelerator that has prepared nothing yet, with a plan.
+    def over(cls, accelerator: Accelerator, plan: Plan, weights: str | PathLike[str] | None = None) -> Self:
+        """A copy of an accelerator that has prepared nothing yet, with a plan and weights.
 
         Raises:
             PlanError: as the constructor.
         """
         copied = cls.__new__(cls)
         copied.__dict__.update(vars(accelerator))
-        copied._take(plan)
+        copied._take(plan, weights)
         return copied
 
-    def _take(self, plan: Plan) -> None:
+    def _take(self, plan: Plan, weights: str | PathLike[str] | None) -> None:
         check_loop(plan, "accumulate by gradient_accumulation_steps")
         if self.distributed_type.value not in ("NO", "MULTI_CPU", "MULTI_GPU"):
             raise PlanError(
@@ -76,6 +79,7 @@ class ZeroshardAccelerator(Accelerator):
             raise PlanError("parallelism_config and a plan both divide the model. Leave parallelism_config out.")
         self.plan = with_dtype(plan, DTYPES.get(self.mixed_precision, self.mixed_precision), "mixed_precision")
         self.engine: Engine | None = None
+        self._weights = weights
         self.native_amp, self.scaler = False, None  # the engine casts and scales
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
@@ -112,7 +116,9 @@ class ZeroshardAccelerator(Accelerator):
                 f"parameters into groups of one optimizer, and pass it in the call of the model."
             )
         mesh = init_mesh(self.plan.timeout, self.device.type)
-        return Engine(models[0], optimizers[0], self.plan, mesh=mesh)
+        if self._weights is None:
+            return Engine(models[0], optimizers[0], self.plan, mesh=mesh)
+        return from_pretrained(self._weights, optimizers[0], self.plan, model=models[0], mesh=mesh)
 
     def _has(self, model: Any) -> bool:
         return self.engine is not None and model is self.engine.model

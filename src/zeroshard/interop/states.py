@@ -28,7 +28,8 @@ def save_states(engine: Engine, folder: Path, extra: Mapping[str, Any]) -> None:
     states = folder / STATES
     fresh = states.with_name(f"{STATES}.new")
     if engine.rank == 0:
-        shutil.rmtree(fresh, ignore_errors=True)
+        for left in folder.glob(f"{fresh.name}*"):  # by a writing that was cut off
+            shutil.rmtree(left, ignore_errors=True)
         folder.mkdir(parents=True, exist_ok=True)
     engine.world.agree(b"", "begin states")
     engine.save(fresh, extra, wait=True)

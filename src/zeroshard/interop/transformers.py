@@ -9,6 +9,7 @@ accelerate (the extra `hf`), which this module alone imports.
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ class ZeroshardMixin(Trainer):
     Args:
         args, kwargs: those of the trainer.
         plan: for the engine; by default that of `fsdp` of the arguments, or `Plan()`.
+        weights: a folder of `save_pretrained`, of which each rank reads its slices for a model that was built inside
+            `torch.device("meta")`, so that no rank holds it whole.
         resume_without_states: let `train(resume_from_checkpoint=...)` begin with new optimizer states if the
             checkpoint has none; otherwise it is refused.
 
@@ -61,9 +64,14 @@ class ZeroshardMixin(Trainer):
             )
 
     def __init__(
-        self, *args: Any, plan: Plan | None = None, resume_without_states: bool = False, **kwargs: Any
+        self,
+        *args: Any,
+        plan: Plan | None = None,
+        weights: str | PathLike[str] | None = None,
+        resume_without_states: bool = False,
+        **kwargs: Any,
     ) -> None:
-        self.plan, self.resume_without_states = plan, resume_without_states
+        self.plan, self.weights, self.resume_without_states = plan, weights, resume_without_states
         super().__init__(*args, **kwargs)
         self._cast_reference()
 
@@ -80,7 +88,7 @@ class ZeroshardMixin(Trainer):
         self.args.__dict__.update(without_fsdp)
         super().create_accelerator_and_postprocess()
         self.args.__dict__.update(given)
-        self.accelerator = ZeroshardAccelerator.over(self.accelerator, self.plan)
+        self.accelerator = ZeroshardAccelerator.over(self.accelerator, self.plan, self.weights)
         gather = self.accelerator.gather_for_metrics
         self.gather_function = partial(gather, use_gather_object=self.args.eval_use_gather_object)
 
@@ -92,8 +100,8 @@ class ZeroshardMixin(Trainer):
             reference.to(dtype)
 
     def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
-        """Leave a model whose parameters get sliced where it is: the engine moves unit by unit."""
-        if not absent_weights(self.accelerator.plan):
+        """Leave a model on the host or on the meta device if the engine takes it from there unit by unit."""
+        if not (absent_weights(self.accelerator.plan) or any(each.is_meta for each in model.parameters())):
             super()._move_model_to_device(model, device)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -181,7 +189,9 @@ class ZeroshardMixin(Trainer):
     def _load_best_model(self) -> None:
         assert self.engine is not None
         best = Path(self.state.best_model_checkpoint)
-        if has_states(best):
+        if has_states(best) and self.weights is not None:
+            self.engine.load(best / STATES)  # which may leave out a frozen base, and load_weights needs all weights
+        elif has_states(best):
             self.engine.load_weights(best / STATES)
         else:
             with self.engine.gathered():
@@ -189,7 +199,7 @@ class ZeroshardMixin(Trainer):
 
 
 class ZeroshardTrainer(ZeroshardMixin):
-    """transformers' `Trainer` over an engine, with the arguments `plan` and `resume_without_states`."""
+    """transformers' `Trainer` over an engine, with the further arguments of `ZeroshardMixin`."""
 
 
 def _whole_weights(engine: Engine) -> dict[str, torch.Tensor]:
