@@ -1,5 +1,6 @@
 """Runs of lightning's Trainer on two ranks, for test_lightning.py: started as by torchrun, writes what rank 0 saw."""
 
+import inspect
 import os
 import sys
 import warnings
@@ -10,7 +11,8 @@ import lightning.pytorch as lightning
 import torch
 from interop.regression import Regression, batches
 from jobs import error_of
-from lightning.pytorch.callbacks import BackboneFinetuning
+from lightning.pytorch.callbacks import BackboneFinetuning, EMAWeightAveraging, StochasticWeightAveraging
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import zeroshard as zs
@@ -26,8 +28,11 @@ class Module(lightning.LightningModule):
         self.model, self.count = Regression(), optimizers
         self.losses: list[float] = []
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(x)
+
     def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
-        loss = self.model.loss(*batch)
+        loss = torch.nn.functional.mse_loss(self(batch[0]).float(), batch[1])
         self.losses.append(loss.item())
         if not self.automatic_optimization:
             optimizer = self.optimizers()
@@ -49,6 +54,25 @@ class Module(lightning.LightningModule):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
+class Normed(Module):
+    """With statistics of batches, which averages of weights have to find anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.blocks[0] = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
+
+
+class Saves(lightning.Callback):
+    """Saves in the second epoch, before the average takes the place of the weights."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.current_epoch == 1:
+            trainer.save_checkpoint(self.path, weights_only=False)
+
+
 class Unfreezes(Module):
     """Begins with its last layer; a callback of lightning's puts the others into the optimizer later."""
 
@@ -58,6 +82,18 @@ class Unfreezes(Module):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+
+
+PASSED: dict[str, Any] = {  # to lightning's own loop, each with a value that is not its default
+    "logger": False, "fast_dev_run": False, "max_epochs": 3, "min_epochs": 1, "max_steps": 6, "min_steps": 2,
+    "max_time": "00:01:00:00", "limit_train_batches": 4, "limit_val_batches": 2, "limit_test_batches": 1,
+    "limit_predict_batches": 1, "overfit_batches": 0.0, "val_check_interval": 2, "check_val_every_n_epoch": 1,
+    "num_sanity_val_steps": 1, "log_every_n_steps": 1, "enable_checkpointing": False, "enable_progress_bar": False,
+    "enable_model_summary": False, "deterministic": True, "benchmark": False, "inference_mode": False,
+    "profiler": "simple", "detect_anomaly": True, "barebones": False, "plugins": [],
+    "reload_dataloaders_every_n_epochs": 1, "enable_autolog_hparams": False, "model_registry": None, "num_nodes": 1,
+    "use_distributed_sampler": True,
+}  # fmt: skip
 
 
 def loader() -> DataLoader:
@@ -70,13 +106,79 @@ def loader() -> DataLoader:
 def fit(folder: Path, plan: zs.Plan, module: Module | None = None, ckpt: Path | None = None, **settings: Any) -> Any:
     """Fit; returns the Trainer, the module, its losses here and the whole weights."""
     module = module or Module()
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    own = {"use_distributed_sampler": False, "max_steps": 8, "gradient_clip_val": 1.0, **quiet, **settings}
     trainer = lightning.Trainer(
-        strategy=ZeroshardStrategy(plan), accelerator="cpu", devices=2, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder, use_distributed_sampler=False,
-        **{"max_steps": 8, "gradient_clip_val": 1.0, **settings},
-    )  # fmt: skip
+        strategy=ZeroshardStrategy(plan), accelerator="cpu", devices=2, default_root_dir=folder, **own
+    )
     trainer.fit(module, loader(), loader(), ckpt_path=ckpt, weights_only=False)
     return trainer, module.losses, trainer.strategy.lightning_module_state_dict()
+
+
+def alone(folder: Path, module: Module, **settings: Any) -> Any:
+    """The same fit by lightning in one process over the rows of both ranks."""
+    trainer = lightning.Trainer(
+        strategy=SingleDeviceStrategy("cpu"), accelerator="cpu", logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder, use_distributed_sampler=False,
+        **settings,
+    )  # fmt: skip
+    rows = DataLoader(TensorDataset(*batches()), 8)
+    trainer.fit(module, rows, rows)
+    return dict(trainer.callback_metrics), module.state_dict()
+
+
+def averaged(folder: Path, found: dict[str, Any], whole: bool) -> None:
+    """Averages of weights by lightning's callbacks, beside those of one process; and one that goes on."""
+    makers: dict[str, Any] = {
+        "EMA": lambda: EMAWeightAveraging(decay=0.7, update_every_n_steps=2),
+        "SWA": lambda: StochasticWeightAveraging(5e-3, swa_epoch_start=1, annealing_epochs=2),
+    }
+    for name, make in makers.items():
+        settings = {"max_epochs": 3, "max_steps": -1, "gradient_clip_val": 0.5}
+        wanted = alone(folder, Module(), callbacks=[make()], **settings)
+        for zero in range(4) if whole else (3,):
+            plan = zs.Plan(zero=zero, transport="network" if zero == 3 else "auto")
+            trainer, _, weights = fit(folder, plan, callbacks=[make()], **settings)
+            found[f"{name} {zero}"] = (dict(trainer.callback_metrics), weights), wanted
+    settings = {"max_steps": -1, "gradient_clip_val": 0.5}
+    fit(folder, zs.Plan(zero=2), callbacks=[makers["EMA"](), Saves(folder / "average")], max_epochs=2, **settings)
+    again = fit(folder, zs.Plan(zero=1), callbacks=[makers["EMA"]()], ckpt=folder / "average", max_epochs=3, **settings)
+    found["EMA goes on"] = (
+        (dict(again[0].callback_metrics), again[2]),
+        alone(folder, Module(), callbacks=[makers["EMA"]()], max_epochs=3, **settings),
+    )
+    found["statistics"] = fit(folder, zs.Plan(zero=2), Normed(), callbacks=[makers["SWA"]()], max_epochs=2, **settings)[
+        2
+    ]
+
+
+def precisions(folder: Path) -> dict[str, Any]:
+    """What a Trainer's own arguments give, at its construction."""
+
+    def plan_of(plan: zs.Plan | None = None, strategy: dict[str, Any] | None = None, **settings: Any) -> str:
+        made = ZeroshardStrategy(plan, **(strategy or {}))
+        trainer = lightning.Trainer(
+            strategy=made, accelerator="cpu", devices=2, logger=False, default_root_dir=folder, **settings
+        )
+        return f"{made.plan.precision} {trainer.precision}"
+
+    calls: dict[str, Any] = {
+        "default": plan_of,
+        "of the plan": lambda: plan_of(zs.Plan(precision="bf16")),
+        "bf16-mixed": lambda: plan_of(precision="bf16-mixed"),
+        "bf16": lambda: plan_of(zs.Plan(precision="bf16"), precision="bf16"),
+        "bf16-true": lambda: plan_of(precision="bf16-true"),
+        "64": lambda: plan_of(precision=64),
+        "other": lambda: plan_of(zs.Plan(precision="fp16"), precision="bf16-mixed"),
+        "plugin": lambda: plan_of(plugins=[lightning.plugins.HalfPrecision("bf16-true")]),
+        "sync_batchnorm": lambda: plan_of(sync_batchnorm=True),
+        "DDP": lambda: plan_of(strategy={"find_unused_parameters": True}),
+    }
+    found: dict[str, Any] = {}
+    for name, call in calls.items():
+        said = error_of(call)
+        found[name] = call() if said == "nothing" else said
+    return found
 
 
 def main(folder: Path, whole: bool) -> None:
@@ -92,8 +194,17 @@ def main(folder: Path, whole: bool) -> None:
     for plan in plans if whole else plans[1:2]:
         found[f"accumulate {plan.zero}"] = fit(folder, plan, accumulate_grad_batches=2, max_steps=4)[1:]
     found["by value"] = fit(folder, zs.Plan(zero=2), gradient_clip_algorithm="value", gradient_clip_val=1e-3)[1:]
-    manual = fit(folder, zs.Plan(zero=2), Module(manual=True), gradient_clip_val=None)
-    found["manual"] = manual[1:]
+    for zero in range(4) if whole else (2, 3):
+        plan = zs.Plan(zero=zero, transport="network" if zero == 3 else "auto")
+        found[f"manual {zero}"] = fit(folder, plan, Module(manual=True), gradient_clip_val=None)[1:]
+    averaged(folder, found, whole)
+    found["precisions"] = precisions(folder)
+    arguments = inspect.signature(lightning.Trainer.__init__).parameters
+    found["arguments"] = [name for name in arguments if name != "self"], list(PASSED)
+    passed = fit(folder, zs.Plan(zero=3), **PASSED)
+    found["passed"] = passed[0].global_step, len(passed[1]), passed[2]
+    bf16 = fit(folder, zs.Plan(zero=2), precision="bf16-mixed")
+    found["bf16"] = bf16[0].strategy.engine.plan.precision, bf16[1]
     scaled = fit(folder, zs.Plan(zero=2, precision="fp16", loss_scale=1024.0))
     result = scaled[0].optimizers[0].result
     found["fp16"] = (scaled[1], result.loss_scale, result.skipped)
@@ -104,6 +215,12 @@ def main(folder: Path, whole: bool) -> None:
     ours = folder / "run.ckpt"
     again = fit(folder, zs.Plan(zero=3), ckpt=ours, max_steps=16)
     found["resumed"] = (losses + again[1], again[2])
+    groups = first.optimizers[0].param_groups
+    members = {id(p) for p in first.strategy.engine.model.parameters()}
+    found["groups"] = (
+        groups is first.strategy.engine.optimizer.param_groups,
+        all(id(p) in members for group in groups for p in group["params"]),
+    )
     loaded = Module.load_from_checkpoint(ours / LIGHTNINGS, weights_only=True)
     found["loaded"] = (loaded.state_dict(), first.strategy.lightning_module_state_dict())
     found["files"] = sorted(path.name for path in folder.iterdir() if "ckpt" in path.name)
@@ -111,7 +228,6 @@ def main(folder: Path, whole: bool) -> None:
     found["errors"] = [
         error_of(lambda: ZeroshardStrategy(zs.Plan(microbatches=2))),
         error_of(lambda: fit(folder, zs.Plan(), Module(optimizers=2, manual=True), gradient_clip_val=None)),
-        error_of(lambda: fit(folder, zs.Plan(zero=3), Module(manual=True), gradient_clip_val=None)),
         error_of(lambda: fit(folder, zs.Plan(zero=2), Unfreezes(), callbacks=[BackboneFinetuning(1)], max_steps=12)),
         error_of(lambda: first.fit(Module(), loader())),
     ]

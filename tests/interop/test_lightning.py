@@ -48,9 +48,68 @@ def test_clipping_by_value(found: dict[str, Any]) -> None:
     assert_follows(losses, bare(weights), plain(8, by_value=1e-3))
 
 
-def test_manual_optimization(found: dict[str, Any]) -> None:
-    losses, weights = found["manual"]
+@pytest.mark.parametrize("zero", by_default(range(4), 2, 3))
+def test_manual_optimization(found: dict[str, Any], zero: int) -> None:
+    losses, weights = found[f"manual {zero}"]
     assert_follows(losses, bare(weights), plain(8, clip=None, schedule=False))
+
+
+@pytest.mark.parametrize("zero", by_default(range(4), 3))
+@pytest.mark.parametrize("kind", ["EMA", "SWA"])
+def test_averages_of_weights(found: dict[str, Any], kind: str, zero: int) -> None:
+    assert_alike(*found[f"{kind} {zero}"])
+
+
+def test_an_average_goes_on_from_a_checkpoint(found: dict[str, Any]) -> None:
+    assert_alike(*found["EMA goes on"])
+
+
+def assert_alike(mine: Any, wanted: Any) -> None:
+    """Metrics of the average, and its weights at the end, are those of lightning in one process."""
+    assert float(mine[0]["held out"]) == pytest.approx(float(wanted[0]["held out"]), rel=1e-4)
+    assert mine[1].keys() == wanted[1].keys()
+    for name, values in wanted[1].items():
+        torch.testing.assert_close(mine[1][name], values, rtol=1e-4, atol=1e-6)
+
+
+def test_statistics_of_an_average_are_found_anew(found: dict[str, Any]) -> None:
+    assert int(found["statistics"]["model.blocks.0.1.num_batches_tracked"]) == 8
+    assert found["statistics"]["model.blocks.0.1.running_mean"].any()
+
+
+def test_precision_is_taken_over_or_refused(found: dict[str, Any]) -> None:
+    said = found["precisions"]
+    assert said["default"] == "fp32 32-true" and said["of the plan"] == "bf16 bf16-mixed"
+    assert said["bf16-mixed"] == said["bf16"] == "bf16 bf16-mixed"
+    for name in ("bf16-true", "64", "other", "plugin"):
+        assert said[name].startswith("PlanError: The Trainer has precision="), said[name]
+    assert "sync_batchnorm=True converts layers" in said["sync_batchnorm"]
+    assert "find_unused_parameters=...) is a setting of DDP" in said["DDP"]
+    precision, losses = found["bf16"]
+    assert precision == "bf16" and losses == pytest.approx(plain(8)[0][0], rel=0.05)
+
+
+TAKEN = (
+    "precision",
+    "gradient_clip_val",
+    "gradient_clip_algorithm",
+    "accumulate_grad_batches",
+    "callbacks",
+    "strategy",
+)
+REFUSED = ("sync_batchnorm",)  # and precisions without fp32 masters, as `test_precision_is_taken_over_or_refused` shows
+
+
+def test_every_argument_of_the_trainer_is_taken_passed_or_refused(found: dict[str, Any]) -> None:
+    arguments, passed = found["arguments"]
+    devices = ("accelerator", "devices", "default_root_dir")  # which every run here passes
+    assert sorted([*TAKEN, *REFUSED, *devices, *passed]) == sorted(arguments)
+    steps, losses, weights = found["passed"]
+    assert steps == losses == 6 and all(values.isfinite().all() for values in weights.values())
+
+
+def test_groups_hold_the_modules_parameters(found: dict[str, Any]) -> None:
+    assert found["groups"] == (True, True)
 
 
 def test_losses_are_scaled(found: dict[str, Any]) -> None:
@@ -68,9 +127,8 @@ def test_a_run_goes_on_under_another_plan(found: dict[str, Any]) -> None:
 
 
 def test_what_is_refused(found: dict[str, Any]) -> None:
-    microbatches, optimizers, manual, unfrozen, second = found["errors"]
+    microbatches, optimizers, unfrozen, second = found["errors"]
     assert microbatches.startswith("PlanError: pipeline_parallel=1 and microbatches=2 are for engine.train_step")
     assert optimizers.startswith("OptimizerError: configure_optimizers gave 2 optimizers")
-    assert manual.startswith("PlanError: Manual optimization runs backwards inside of training_step")
     assert unfrozen.startswith("OptimizerError: add_param_group was called after the engine was made")
     assert second.startswith("PlanError: The engine of the first fit still holds the module")

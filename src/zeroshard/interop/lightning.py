@@ -7,13 +7,16 @@ call any submodule. Needs lightning (the extra of that name), which the rest of 
 """
 
 import shutil
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.plugins import Precision
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.plugins import LayerSync, Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
@@ -27,27 +30,39 @@ from zeroshard.interop.optimizer import EngineOptimizer
 from zeroshard.plan import Plan
 
 PREFIX = "module."
+DTYPES = {  # by Lightning's plugin and precision, that of the plan; "" leaves it as it is
+    ("NoneType", ""): "",
+    ("Precision", "32-true"): "",
+    ("MixedPrecision", "16-mixed"): "fp16",
+    ("MixedPrecision", "bf16-mixed"): "bf16",
+}
+OF_PROCESSES = (  # arguments of DDPStrategy that are about processes, and not about gradients
+    *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io"),
+    *("process_group_backend", "timeout", "start_method"),
+)
 LIGHTNINGS = "lightning.ckpt"  # beside the engine's own files in the folder of a checkpoint
 
 
 class ZeroshardStrategy(DDPStrategy):
     """Trains the LightningModule with an engine.
 
-    Precision comes from the plan, so leave the Trainer's at its default. `gradient_clip_val` clips the norm over all
-    ranks, or with `gradient_clip_algorithm="value"` each element. With `accumulate_grad_batches`, every backward
-    reduces, unless the plan says `reduce_every="step"`. Checkpoints are folders: the engine's, which load under any
+    The Trainer's `precision` "bf16-mixed" and "16-mixed" become the plan's; others are refused. `gradient_clip_val`
+    clips the norm over all ranks, or with `gradient_clip_algorithm="value"` each element. With
+    `accumulate_grad_batches`, every backward reduces, unless the plan says `reduce_every="step"`. Callbacks that
+    average weights (`WeightAveraging`, `StochasticWeightAveraging`) read and write whole parameters; hooks of others do
+    so inside `with trainer.strategy.engine.gathered():`. Checkpoints are folders: the engine's, which load under any
     plan and number of ranks, with lightning's file among them, from which `load_from_checkpoint` takes the whole
     weights.
 
     Args:
         plan: for the engine; one microbatch and no pipeline, because lightning owns the loop.
-        settings: arguments of `DDPStrategy`.
+        settings: arguments of `DDPStrategy` about devices, processes and files.
 
     Attributes:
         engine: from the first `fit` on.
 
     Raises:
-        PlanError: a plan in which the loop would be the engine's.
+        PlanError: a plan in which the loop would be the engine's; or a setting of DDP, which there is none of.
     """
 
     optimizers: list[torch.optim.Optimizer]  # lightning's own property
@@ -55,15 +70,68 @@ class ZeroshardStrategy(DDPStrategy):
     def __init__(self, plan: Plan | None = None, **settings: Any) -> None:
         self.plan = plan or Plan()
         check_loop(self.plan, "give accumulate_grad_batches to the Trainer")
+        others = [name for name in settings if name not in OF_PROCESSES]
+        if others:
+            raise PlanError(
+                f"ZeroshardStrategy({others[0]}=...) is a setting of DDP, and the engine takes its place. Leave it "
+                f"out, and set Plan(...) for the reduction of gradients."
+            )
         self.engine: Engine | None = None
-        super().__init__(precision_plugin=EnginePrecision(self), **settings)
+        self._own_precision = EnginePrecision(self)
+        super().__init__(**settings)
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """The engine's precision, whose name is that of the plan."""
+        return self._own_precision
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        """Take over the Trainer's `precision`, when the Trainer is made.
+
+        Raises:
+            PlanError: the engine has no such precision, or the plan has another.
+        """
+        found, own = str(getattr(plugin, "precision", "")), self.plan.precision
+        wanted: Any = DTYPES.get((type(plugin).__name__, found))
+        if wanted is None or own not in ("fp32", wanted or own):
+            raise PlanError(
+                f"The Trainer has precision={found!r} ({type(plugin).__name__}), and the plan precision={own!r}. The "
+                f"engine has fp32 master weights under 'bf16-mixed' and '16-mixed': give one of these to the Trainer, "
+                f"or leave it out and say ZeroshardStrategy(Plan(precision='bf16'))."
+            )
+        self.plan = replace(self.plan, precision=wanted or own)
+
+    @property
+    def _layer_sync(self) -> LayerSync | None:
+        return None
+
+    @_layer_sync.setter
+    def _layer_sync(self, plugin: LayerSync | None) -> None:
+        """Refuse layers that synchronise over ranks.
+
+        Raises:
+            PlanError: there is a plugin.
+        """
+        if plugin is not None:
+            raise PlanError(
+                "sync_batchnorm=True converts layers, and the engine trains those of the module. Convert them before: "
+                "torch.nn.SyncBatchNorm.convert_sync_batchnorm(module), on GPUs."
+            )
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Number and count of this rank's data, for Lightning's sampler."""
+        if self.engine is None:
+            return dict(super().distributed_sampler_kwargs)
+        return {"num_replicas": self.engine.data_ranks, "rank": self.engine.data_rank}
 
     def setup(self, trainer: Any) -> None:
         """Make the engine in a fit; other runs before the first fit use the module as it is.
 
         Raises:
             OptimizerError: not exactly one optimizer.
-            PlanError: a second fit, manual optimization under stage 3, or a plan that the engine refuses.
+            PlanError: a second fit, or a plan that the engine refuses.
         """
         if trainer.state.fn != TrainerFn.FITTING:
             if self.engine is None:
@@ -75,11 +143,6 @@ class ZeroshardStrategy(DDPStrategy):
                 "with fit(..., ckpt_path=...)."
             )
         module = self.lightning_module
-        if self.plan.zero == 3 and not module.automatic_optimization:
-            raise PlanError(
-                "Manual optimization runs backwards inside of training_step, which zero=3 does not allow. Use "
-                "automatic optimization, or zero=2."
-            )
         self.accelerator.setup(trainer)
         self.setup_optimizers(trainer)
         if len(self.optimizers) != 1:
@@ -91,6 +154,10 @@ class ZeroshardStrategy(DDPStrategy):
         self.engine = Engine(_Steps(module), self.optimizers[0], self.plan, mesh=mesh)
         self.optimizers = [EngineOptimizer(self.engine)]
         self.setup_precision_plugin()
+        if not module.automatic_optimization:
+            self._send_forwards(module)
+        for callback in trainer.callbacks:
+            self._gather_for(callback)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """`training_step` of the LightningModule inside the engine's forward."""
@@ -109,6 +176,12 @@ class ZeroshardStrategy(DDPStrategy):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """`predict_step` of the LightningModule inside the engine's forward."""
         return self._run("predict_step", *args, **kwargs)
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Run the closure and update; without an update in the pass in which SWA finds statistics of batches."""
+        if self.engine is not None and getattr(self.lightning_module.trainer.fit_loop, "_skip_backward", False):
+            return closure()
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
@@ -178,6 +251,60 @@ class ZeroshardStrategy(DDPStrategy):
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
 
+    def _send_forwards(self, module: nn.Module) -> None:
+        """Send `self(...)` of a module with manual optimization, whose steps are no forward, through the engine's."""
+        own, engine, within = module.forward, self.engine, False
+
+        @wraps(own)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            nonlocal within
+            if within or engine is None:
+                return own(*args, **kwargs)
+            within = True
+            try:
+                return engine("__call__", *args, **kwargs)
+            finally:
+                within = False
+
+        module.forward = forward
+
+    def _gather_for(self, callback: Any) -> None:
+        """Let a callback that averages weights read and write whole parameters."""
+        hooks: tuple[str, ...] = ()
+        if isinstance(callback, StochasticWeightAveraging):
+            hooks = ("update_parameters", "transfer_weights")
+        elif isinstance(callback, WeightAveraging):
+            hooks = ("on_train_epoch_end", "on_train_end", "on_validation_epoch_start", "on_validation_epoch_end")
+            average = callback._average_model
+            if average is not None:  # read after some steps only, so not around each on_train_batch_end
+                average.update_parameters = self._gathered(average.update_parameters)
+            callback.on_load_checkpoint = self._loaded(callback.on_load_checkpoint)
+        for hook in hooks:
+            setattr(callback, hook, self._gathered(getattr(callback, hook)))
+
+    def _gathered(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(call)
+        def within(*args: Any, **kwargs: Any) -> Any:
+            if self.engine is None:
+                return call(*args, **kwargs)
+            with self.engine.gathered():
+                return call(*args, **kwargs)
+
+        return within
+
+    def _loaded(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """A hook that loads weights of its own alone, since those of the module came from the engine's files."""
+
+        @wraps(call)
+        def loads(trainer: Any, module: Any, checkpoint: dict[str, Any]) -> Any:
+            module.load_state_dict = lambda *_, **__: None
+            try:
+                return call(trainer, module, checkpoint)
+            finally:
+                del module.load_state_dict
+
+        return loads
+
     def _run(self, step: str, *args: Any, **kwargs: Any) -> Any:
         if self.engine is None:
             return getattr(self.lightning_module, step)(*args, **kwargs)
@@ -190,6 +317,12 @@ class EnginePrecision(Precision):
     def __init__(self, strategy: ZeroshardStrategy) -> None:
         super().__init__()
         self._strategy = strategy
+
+    @property
+    def precision(self) -> str:
+        """In Lightning's words."""
+        names = {own: name for (_, name), own in DTYPES.items()}
+        return names.get(self._strategy.plan.precision, "32-true")
 
     def backward(self, tensor: torch.Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         """Add the gradients of the loss to those of the step."""
