@@ -166,8 +166,20 @@ def wrong(mesh: zs.Mesh) -> dict[str, str]:
         for _, gradient in engine.gradients():
             gradient.fill_(float(mesh.rank))
 
+    def outlived() -> None:
+        for _ in again.gradients():
+            again.step()
+
+    def backwards() -> None:
+        for _ in again.gradients():
+            again.backward(again(tokens, 0))
+
+    again, tokens = make(mesh, "Frozen", {"zero": 2}), batch(0, mesh.rank, mesh.ranks, ROWS)
+    again.backward(again(tokens, 0))
     size = torch.ones(17, 10)
     return {
+        "backwards": error_of(backwards),
+        "outlived": error_of(outlived),
         "name": error_of(lambda: engine.gradient("blocks.0.up.wieght")),
         "frozen": error_of(lambda: engine.set_gradient("embed.weight", torch.zeros(13, 10))),
         "shape": error_of(lambda: engine.set_gradient(EDITED, torch.zeros(2))),
@@ -185,7 +197,7 @@ def test_what_is_wrong_is_refused_on_all_ranks(pool: Pool) -> None:
         "name": "such as 'blocks.0.up.weight'", "frozen": "got no gradient in this step", "shape": "was given [2]",
         "none": "was given NoneType", "writer": "the ranks are 0 to 1", "ranks": "Ranks 0 and 1 wrote different values",
         "loop": "Ranks 0 and 1 wrote different values into the gradient of", "by": "'parameter', 'group', 'module'",
-        "norm": "norm_type is 0",
+        "norm": "norm_type is 0", "backwards": "now it is step 0 after 2", "outlived": "now it is step 1 after 0",
     }  # fmt: skip
     for found in pool.run(wrong, 2):
         for key, said in words.items():

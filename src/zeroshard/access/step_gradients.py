@@ -130,16 +130,21 @@ class StepGradients:
     def walk(self) -> Iterator[tuple[str, Tensor]]:
         """As `GradientAccess.gradients`."""
         factor, written = self._begin("gradients")
+        moment = self._moment
         for name in (name for name in self._wholes.names if name in written):
+            self._check(moment)
             gradient = self._wholes.whole(name).mul_(factor)
             before = gradient._version
             try:
                 yield name, gradient
             except GeneratorExit:  # the loop is left here, on all ranks
-                if _changed(gradient, before):
+                changed = gradient._version != before
+                if changed and self._moment == moment:
                     self._put(name, gradient, factor, f"{name}: {digest_of([gradient.reshape(-1)])}")
                 raise
-            if self._same(name, gradient if _changed(gradient, before) else None):
+            self._check(moment)
+            changed = gradient._version != before
+            if self._same(name, gradient if changed else None):
                 self._put(name, gradient, factor)
             del gradient  # before the next is made
 
@@ -254,6 +259,24 @@ class StepGradients:
                 )
         return written is not None
 
+    @property
+    def _moment(self) -> tuple[int, int]:
+        """Steps, and backwards since the last."""
+        return self._steps(), self._sequence.backward.count
+
+    def _check(self, moment: tuple[int, int]) -> None:
+        """Refuse to go on in a loop that began at another moment.
+
+        Raises:
+            PlanError: with both.
+        """
+        if self._moment != moment:
+            raise PlanError(
+                f"A loop over engine.gradients() began in step {moment[0]} after {moment[1]} backwards, and now it is "
+                f"step {self._moment[0]} after {self._moment[1]}. Take all gradients between the last backward and the "
+                f"step."
+            )
+
     def _first(self, name: str) -> str:
         """The first name of a parameter.
 
@@ -354,11 +377,6 @@ def _boxes(part: Part, number: int, total: Tensor) -> Iterable[tuple[BoxValues, 
 def _joined(norms: Sequence[float], kind: float) -> float:
     """The norm of all elements from norms of parts of them."""
     return float(torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64), kind))
-
-
-def _changed(tensor: Tensor, before: int) -> bool:
-    """Whether a tensor was written in place since its counter of writes was `before`."""
-    return tensor._version != before
 
 
 def _keys(by: str, name: str, group: int | None) -> list[Any]:
