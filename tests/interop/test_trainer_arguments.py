@@ -21,9 +21,7 @@ with warnings.catch_warnings():
 
 KINDS = (TrainingArguments, Seq2SeqTrainingArguments, SFTConfig, DPOConfig, RewardConfig)
 REFUSED: dict[str, Any] = {  # a value of each argument that is refused, and words of the way out
-    "torch_compile": (True, "block.compile()"),
-    "torch_compile_backend": ("eager", "block.compile()"),
-    "torch_compile_mode": ("default", "block.compile()"),
+    "torch_compile_mode": ("reduce-overhead", "max-autotune-no-cudagraphs"),
     "bf16_full_eval": (True, "the plan's precision"),
     "fp16_full_eval": (True, "the plan's precision"),
     "use_liger_kernel": (True, "loss_chunk"),

@@ -94,6 +94,12 @@ def test_a_run_goes_on_under_another_plan(found: dict[str, Any]) -> None:
 
 
 @pytest.mark.whole
+def test_compiled_blocks_give_the_same_losses(found: dict[str, Any], plain: dict[str, Any]) -> None:
+    assert "graph" in found["layers"]
+    assert found["compiled"]["loss"] == pytest.approx(plain["curves"]["trainer"]["loss"], rel=1e-5)
+
+
+@pytest.mark.whole
 def test_groups_by_length_are_those_of_ddp(found: dict[str, Any]) -> None:
     assert found["groups"]["loss"] == pytest.approx(found["groups, ddp"]["loss"], rel=1e-5)
 

@@ -269,6 +269,11 @@ def dear_features(folder: Path) -> dict[str, Any]:
     """Further runs, of `--whole`."""
     found: dict[str, Any] = {}
     three, two = zs.Plan(zero=3), zs.Plan(zero=2)
+    compiled = causal(folder / "compiled", three, torch_compile=True, torch_compile_backend="eager")
+    compiled.evaluate()  # without an engine yet
+    compiled.train()
+    found["compiled"] = record(compiled)
+    found["layers"] = compiled.engine.layers_of(compiled.model.model.layers[0])
     found["other plan"] = resumed(folder / "other", causal, 5, three, zs.Plan(zero=1))
     for name, plan in (("groups", two), ("groups, ddp", None)):
         more = {"train_sampling_strategy": "group_by_length", "per_device_train_batch_size": 2, "max_steps": 8}

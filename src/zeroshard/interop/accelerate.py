@@ -15,6 +15,7 @@ from typing import Any, Self
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import TorchDynamoPlugin
 from torch import nn
 
 from zeroshard.comm.mesh import init_mesh
@@ -25,6 +26,8 @@ from zeroshard.interop.loops import check_loop, with_dtype
 from zeroshard.interop.optimizer import EngineOptimizer
 from zeroshard.interop.states import load_states, save_states
 from zeroshard.plan import Plan
+from zeroshard.units.compiling import check_options
+from zeroshard.validation.arguments import check_compiling
 
 DTYPES = {"no": "fp32"}  # accelerate's names that plans do not share
 
@@ -34,7 +37,8 @@ class ZeroshardAccelerator(Accelerator):
 
     The model that it returns is the given one. Loaders, schedulers, trackers and the gathering of metrics stay
     accelerate's. `mixed_precision` becomes the precision of the plan: 16-bit compute with fp32 master weights in the
-    place of autocast. `accumulate` and `no_sync` leave out reductions only where the plan has them once a step.
+    place of autocast. A `dynamo_backend` compiles blocks by `Engine.compile`. `accumulate` and `no_sync` leave out
+    reductions only where the plan has them once a step.
 
     Args:
         plan: for the engine; one microbatch and no split layers, because the loop and the loaders are the user's.
@@ -81,6 +85,11 @@ class ZeroshardAccelerator(Accelerator):
         self.engine: Engine | None = None
         self._weights = weights
         self.native_amp, self.scaler = False, None  # the engine casts and scales
+        self._graphs: dict[str, Any] = self.state.dynamo_plugin.to_kwargs()
+        if self._graphs:
+            check_compiling(self.plan)
+            check_options(self._graphs)
+            self.state.dynamo_plugin = TorchDynamoPlugin(backend="no")  # which would compile gathers too
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Make the engine of a model and its optimizer, and prepare the others as accelerate does.
@@ -117,8 +126,10 @@ class ZeroshardAccelerator(Accelerator):
             )
         mesh = init_mesh(self.plan.timeout, self.device.type)
         if self._weights is None:
-            return Engine(models[0], optimizers[0], self.plan, mesh=mesh)
-        return from_pretrained(self._weights, optimizers[0], self.plan, model=models[0], mesh=mesh)
+            engine = Engine(models[0], optimizers[0], self.plan, mesh=mesh)
+        else:
+            engine = from_pretrained(self._weights, optimizers[0], self.plan, model=models[0], mesh=mesh)
+        return engine.compile(**self._graphs) if self._graphs else engine
 
     def _has(self, model: Any) -> bool:
         return self.engine is not None and model is self.engine.model

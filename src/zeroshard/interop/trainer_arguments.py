@@ -14,6 +14,7 @@ from typing import Any, Final, Literal
 from zeroshard.errors import ConfigError, PlanError
 from zeroshard.interop.loops import absent_weights, check_loop, with_dtype
 from zeroshard.plan import Plan
+from zeroshard.units.compiling import RECORDS_ADDRESSES
 
 Source = Literal["trainer", "plan", "needless", "refused"]
 
@@ -23,7 +24,7 @@ class Field:
     """The fate of an argument.
 
     Attributes:
-        fate: "trainer" (the trainer reads it, as without an engine), "plan" (it is taken over into the plan),
+        fate: "trainer" (the trainer reads it, as without an engine), "plan" (the plan or the engine takes it over),
             "needless" (the results are the same without it; a warning says so), or "refused".
         text: why, or the way out.
         refuses: whether this value is refused, given the plan; of refused arguments by default each value but the
@@ -40,10 +41,6 @@ def _all(fate: Source, text: str, *names: str) -> dict[str, Field]:
 
 
 _LAYERWISE = ("lomo", "adalomo", "layerwise")
-_COMPILE = (
-    "compile the blocks before the trainer is made: `for block in model.model.layers: block.compile()`, and leave it "
-    "out"
-)
 _EVALUATES = "the engine evaluates in the plan's precision: set bf16=True or fp16=True, and leave it out"
 _KNOWN_UNUSED = "the engine reduces gradients itself, and parameters without a gradient are left alone"
 # read by the trainers, as without an engine: of TrainingArguments,
@@ -83,6 +80,11 @@ FIELDS: Final[dict[str, Field]] = {
     **_all("trainer", "", *_OF_SEQ2SEQ.split()),
     **_all("trainer", "", *_OF_TRL.split()),
     **_all("plan", "", "bf16", "fp16", "fsdp", "fsdp_config"),
+    **_all("plan", "engine.compile() compiles the blocks", "torch_compile", "torch_compile_backend"),
+    "torch_compile_mode": Field(
+        "plan", "it records CUDA graphs, and the engine's buffers move: take 'default' or 'max-autotune-no-cudagraphs'",
+        refuses=lambda value, plan: value in RECORDS_ADDRESSES,
+    ),
     **_all("needless", _KNOWN_UNUSED, "ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_static_graph"),
     "ddp_broadcast_buffers": Field(
         "needless", "buffers stay those of each rank", refuses=lambda value, plan: bool(value)
@@ -97,7 +99,6 @@ FIELDS: Final[dict[str, Field]] = {
     ),
     "debug": Field("refused", "find the first module that differs with zeroshard verify, and leave it out"),
     "deepspeed": Field("refused", "pass plan=zs.from_deepspeed('ds_config.json').plan, and leave it out"),
-    **_all("refused", _COMPILE, "torch_compile", "torch_compile_backend", "torch_compile_mode"),
     **_all("refused", _EVALUATES, "bf16_full_eval", "fp16_full_eval"),
     **_all("refused", "Plan(loss_chunk=1024) computes the loss without whole logits; leave it out",
            "use_liger_kernel", "liger_kernel_config"),
