@@ -89,3 +89,11 @@ def test_adapters(tmp_path: Path, name: str) -> None:
     losses = [float(loss) for loss in re.findall(r"loss (\S+)", output)]
     assert losses[-1] < 3.8  # of what was exported; log 256 = 5.5 at the start
     assert "planned bytes" in output
+
+
+def test_pretrain_parquet(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    output = run_job(EXAMPLES / "pretrain_parquet.py", str(tmp_path))
+    losses = [float(loss) for loss in re.findall(r"(\d\.\d+) at step", output)]
+    assert losses[0] > 5 > losses[1] > losses[2]  # log 256 = 5.5 at the start
+    assert (tmp_path / "checkpoints" / "step-00000020").is_dir()

@@ -15,7 +15,7 @@ Form = Literal["text", "messages", "completion"]
 IGNORED = -100  # the label of a token that is not learned, as torch's cross entropy has it
 USUAL: tuple[tuple[str, ...], ...] = (("text",), ("content",), ("messages",), ("prompt", "completion"))
 
-Array = npt.NDArray[np.int32]
+Array = npt.NDArray[np.integer[Any]]  # uint8 where a token is a byte
 Columns = Mapping[str, Any] | str
 
 
@@ -86,6 +86,7 @@ class Encoder:
         self.whole = form != "text"
         source.only = list(names) or None
         self._end = np.asarray(tokenizer.end, dtype=np.int32)
+        self._newline = tokenizer.decode(tokenizer.end) == "\n"
         if self.whole and tokenizer.padding is None:
             raise ConfigError(
                 f"rows of {source.name} are filled up with padding, and the tokenizer {tokenizer.name} has no padding "
@@ -106,10 +107,12 @@ class Encoder:
         if self.form == "completion":
             return self._completions(documents)
         texts = [self._text(document, where) for document, where in documents]
-        tokens = self._tokenizer.encode_all(texts)
         if self.form == "messages":
-            return [Example(row, row) for row in tokens]  # its template writes the ends
-        return [Example(self._ended(row) if len(row) else row) for row in tokens]
+            return [Example(row, row) for row in self._tokenizer.encode_all(texts)]  # its template writes the ends
+        if self._newline:  # an end that is text is cheaper to add to the text
+            texts = [text + "\n" if text and text[-1] != "\n" else text for text in texts]
+            return list(map(Example, self._tokenizer.encode_all(texts)))
+        return [Example(self._ended(row) if len(row) else row) for row in self._tokenizer.encode_all(texts)]
 
     def nbytes(self, documents: Sequence[tuple[Columns, Callable[[], str]]]) -> int:
         """Bytes of the text of documents."""
@@ -132,9 +135,9 @@ class Encoder:
     def _ended(self, tokens: Array) -> Array:
         """The tokens with the end of a text, where they do not have it."""
         count = len(self._end)
-        if count and np.array_equal(tokens[-count:], self._end):
+        if count and len(tokens) >= count and (tokens[-count:] == self._end).all():
             return tokens
-        return np.concatenate((tokens, self._end))
+        return np.concatenate((tokens, self._end.astype(tokens.dtype)))
 
     def _text(self, document: Columns, where: Callable[[], str]) -> str:
         if isinstance(document, str):

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zeroshard.data.columns import Encoder, Example
+from zeroshard.data.columns import Array, Encoder, Example
 from zeroshard.data.files import find, parse_sources
 from zeroshard.data.prefetch import Prefetch
 from zeroshard.data.readers import DataMixture, MixedSource, RowReader, State
@@ -222,8 +222,9 @@ def _batches(
             example = reader.next()
             assert example is not None
             rows.append(example)
-        now = {**states, **{number: reader.state() for number, reader in readers.items()}}
-        yield _Batch(now, stacked(rows))
+        numbers = {sample % count for sample in samples[rank::ranks]}
+        states = {**states, **{number: readers[number].state() for number in numbers}}
+        yield _Batch(states, stacked(rows))
         if not follow:
             return
         samples = [sample + len(samples) for sample in samples]
@@ -236,8 +237,16 @@ def _consecutive(samples: Sequence[int]) -> bool:
 
 def stacked(examples: Sequence[Example]) -> TokenRows:
     """Rows from examples of equal length; labels where one of them has some."""
-    tokens = torch.from_numpy(np.stack([example.tokens for example in examples]).astype(np.int64))
+    tokens = _stacked([example.tokens for example in examples])
     if all(example.labels is None for example in examples):
         return TokenRows(tokens)
     labels = [example.tokens if example.labels is None else example.labels for example in examples]
-    return TokenRows(tokens, torch.from_numpy(np.stack(labels).astype(np.int64)))
+    return TokenRows(tokens, _stacked(labels))
+
+
+def _stacked(rows: Sequence[Array]) -> Tensor:
+    """Rows of equal length as one int64 tensor, converted as they are copied."""
+    stacked = np.empty((len(rows), len(rows[0])), dtype=np.int64)
+    for number, row in enumerate(rows):
+        stacked[number] = row
+    return torch.from_numpy(stacked)

@@ -1,6 +1,6 @@
 """Rows of tokens from documents: text wraps from row to row, and examples with labels stay whole."""
 
-from collections import deque
+from bisect import bisect_right
 from typing import NamedTuple
 
 import numpy as np
@@ -8,6 +8,8 @@ import numpy as np
 from zeroshard.data.columns import IGNORED, Array, Example
 from zeroshard.data.order import DocumentOrder, DocumentPosition, Where
 from zeroshard.errors import DataError
+
+BUFFER = 1 << 15  # tokens of text that are laid one after the other
 
 
 class RowPosition(NamedTuple):
@@ -21,48 +23,61 @@ class RowPosition(NamedTuple):
 
 
 class WrappedRows:
-    """Rows of `sequence + 1` tokens of text; the last token of a row is only a target, and the first of the next.
-
-    Attributes:
-        position: of the next row.
-    """
+    """Rows of `sequence + 1` tokens of text; the last token of a row is only a target, and the first of the next."""
 
     def __init__(self, order: DocumentOrder, sequence: int, begin: RowPosition, tail: bool = False) -> None:
         """`tail`: give the last tokens of documents that end as a row with labels, filled up with zeros."""
-        self.position, self._sequence, self._tail = begin, sequence, tail
+        self._begin, self._sequence, self._tail = begin, sequence, tail
         self._examples = order.examples(DocumentPosition(*begin[:4]))
-        self._pending: deque[tuple[DocumentPosition, Array]] = deque()
-        self._length = -begin.offset  # tokens that are pending from the position on
+        self._buffer: Array = np.empty(0, dtype=np.uint8)  # documents one after the other
+        self._at = 0  # the first token of the next row in it
+        self._starts: list[int] = []  # of the documents in it; below 0 where a beginning is no longer there
+        self._documents: list[DocumentPosition] = []
+
+    @property
+    def position(self) -> RowPosition:
+        """The position of the next row."""
+        if not self._starts:
+            return self._begin
+        number = bisect_right(self._starts, self._at) - 1
+        return RowPosition(*self._documents[number], self._at - self._starts[number])
 
     def next(self) -> Example | None:
         """The next row: tokens [sequence + 1] without labels; None at the end of documents that are held out."""
-        wanted = self._sequence + 1
-        while self._length < wanted:
-            found = next(self._examples, None)
-            if found is None:
+        stop = self._at + self._sequence + 1
+        if stop > len(self._buffer):
+            self._fill()
+            stop = self._sequence + 1
+            if stop > len(self._buffer):
                 return self._rest()
+        row = self._buffer[self._at : stop]
+        self._at += self._sequence
+        return Example(row)
+
+    def _fill(self) -> None:
+        """Drop the tokens before the next row, and read documents for some rows."""
+        first = max(0, bisect_right(self._starts, self._at) - 1)
+        self._documents = self._documents[first:]
+        skipped = 0 if self._starts else self._begin.offset
+        self._starts = [start - self._at for start in self._starts[first:]]
+        parts, length = [self._buffer[self._at :]], len(self._buffer) - self._at
+        while length < max(BUFFER, self._sequence + 1) and (found := next(self._examples, None)) is not None:
             position, example, _ = found
-            self._pending.append((position, example.tokens))
-            self._length += len(example.tokens)
-        begin = offset = self.position.offset
-        tokens = np.concatenate([tokens for _, tokens in self._pending])[begin : begin + wanted]
-        offset += self._sequence
-        self._length -= self._sequence
-        while offset >= len(self._pending[0][1]):
-            offset -= len(self._pending.popleft()[1])
-        self.position = RowPosition(*self._pending[0][0], offset)
-        return Example(tokens)
+            self._documents.append(position)
+            self._starts.append(length - skipped)
+            parts.append(example.tokens[skipped:])
+            length += len(parts[-1])
+            skipped = 0
+        self._buffer, self._at = np.concatenate(parts[not len(parts[0]) and len(parts) > 1 :]), 0
 
     def _rest(self) -> Example | None:
         """The tokens that do not fill a row, once."""
-        if not self._tail or self._length < 2:
+        rest, self._buffer = self._buffer, self._buffer[:0]
+        if not self._tail or len(rest) < 2:
             return None
-        rest = np.concatenate([tokens for _, tokens in self._pending])[self.position.offset :]
         tokens = np.zeros(self._sequence + 1, dtype=np.int32)
         labels = np.full(self._sequence + 1, IGNORED, dtype=np.int32)
         tokens[: len(rest)] = labels[: len(rest)] = rest
-        self._pending.clear()
-        self._length = 0
         return Example(tokens, labels)
 
 

@@ -20,7 +20,7 @@ SETTINGS, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"  # beside a 
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # of texts, in vocabularies without settings
 NEWLINE = b"\n"
 
-Array = npt.NDArray[np.int32]
+Array = npt.NDArray[np.integer[Any]]
 
 
 class Tokenizer(Protocol):
@@ -50,7 +50,7 @@ class Tokenizer(Protocol):
         """Tokens of `text`: [n], uint8 when a token is a byte, int32 otherwise."""
 
     def encode_all(self, texts: Sequence[str]) -> list[Array]:
-        """Tokens of each text: [n] int32."""
+        """Tokens of each text: [n], uint8 when a token is a byte, int32 otherwise."""
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of `tokens`; invalid bytes become U+FFFD."""
@@ -76,8 +76,8 @@ class ByteTokenizer:
         return torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
 
     def encode_all(self, texts: Sequence[str]) -> list[Array]:
-        """The bytes of each text, [n] int32."""
-        return [np.frombuffer(text.encode(errors="replace"), dtype=np.uint8).astype(np.int32) for text in texts]
+        """The bytes of each text, [n] uint8."""
+        return [np.frombuffer(text.encode(errors="replace"), dtype=np.uint8) for text in texts]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The bytes as UTF-8; invalid ones become U+FFFD."""
