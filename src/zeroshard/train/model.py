@@ -102,7 +102,7 @@ def build_model(
         (mixture or Mixture()).put_into(module)
         return BuiltModel(module, spec, _count(module), hugging_face=False)
     if named.code is not None:
-        return _own_model(spec, named.code, vocabulary, dropout, mixture or Mixture())
+        return _own_model(spec, named.code, vocabulary, context, dropout, mixture or Mixture())
     if dropout:
         raise ModelError(
             f"a dropout of {dropout} was given for {spec}, whose rates stand in its config.json; set them there"
@@ -126,7 +126,7 @@ def takes_tokens(module: nn.Module) -> bool | None:
     return False if {"tokens", "targets"} <= parameters.keys() else None
 
 
-def _own_model(spec: str, code: Code, vocabulary: int, dropout: float, mixture: Mixture) -> BuiltModel:
+def _own_model(spec: str, code: Code, vocabulary: int, context: int, dropout: float, mixture: Mixture) -> BuiltModel:
     if dropout:
         raise ModelError(f"a dropout of {dropout} was given for {spec}, whose code sets its own; set it there")
     factory = import_code(code)
@@ -144,6 +144,12 @@ def _own_model(spec: str, code: Code, vocabulary: int, dropout: float, mixture: 
     if isinstance(own, int) and own < vocabulary:
         raise ModelError(
             f"{spec} has a vocabulary of {own} and the tokenizer one of {vocabulary}; raise that of {spec}"
+        )
+    positions = getattr(getattr(module, "config", None), "max_position_embeddings", context)
+    if isinstance(positions, int) and positions < context:
+        raise ModelError(
+            f"{spec} has {positions} positions and the sequence is {context} tokens; shorten the sequence, or raise the "
+            f"positions of {spec}"
         )
     mixture.put_into(module)
     return BuiltModel(module, spec, _count(module), hugging_face)
