@@ -149,3 +149,25 @@ def test_a_folder_with_weights_gives_a_pretrained_model(tmp_path: Path) -> None:
     engine.load_weights(built.values)
     tokens = torch.randint(256, (2, 32))
     assert torch.equal(built.logits(engine, tokens), given(input_ids=tokens).logits)
+
+
+OWN = """
+import torch
+from types import SimpleNamespace
+
+class Short(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.config = SimpleNamespace(vocab_size=256, max_position_embeddings=16)
+
+    def forward(self, tokens, targets):
+        return tokens.float().mean()
+"""
+
+
+def test_an_own_model_too_small_for_the_run_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "short.py").write_text(OWN)
+    with pytest.raises(ModelError, match="has 16 positions and the sequence is 32 tokens; shorten the sequence"):
+        build_model(f"{tmp_path / 'short.py'}:Short", 256, 32)
+    with pytest.raises(ModelError, match="has a vocabulary of 256 and the tokenizer one of 300"):
+        build_model(f"{tmp_path / 'short.py'}:Short", 300, 16)

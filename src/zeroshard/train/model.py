@@ -148,8 +148,8 @@ def _own_model(spec: str, code: Code, vocabulary: int, context: int, dropout: fl
     positions = getattr(getattr(module, "config", None), "max_position_embeddings", context)
     if isinstance(positions, int) and positions < context:
         raise ModelError(
-            f"{spec} has {positions} positions and the sequence is {context} tokens; shorten the sequence, or raise the "
-            f"positions of {spec}"
+            f"{spec} has {positions} positions and the sequence is {context} tokens; shorten the sequence, or raise "
+            f"the positions of {spec}"
         )
     mixture.put_into(module)
     return BuiltModel(module, spec, _count(module), hugging_face)
