@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from zeroshard import Plan
-from zeroshard.parts.settings import flat
+from zeroshard.planning.settings import flat
 
 DISK = "DISK"  # stands for a folder of the test's own
 # Plans that use a device in ways of their own, on one rank.

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from zeroshard import Plan
 from zeroshard.errors import PlanError
 from zeroshard.offload.policy import Offload
-from zeroshard.parts.settings import flat
 from zeroshard.pipeline.policy import Pipeline
+from zeroshard.planning.settings import flat
 from zeroshard.precision.policy import LossScale
 
 INF, NAN = math.inf, math.nan

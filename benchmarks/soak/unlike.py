@@ -16,7 +16,7 @@ from torch import nn
 
 import zeroshard as zs
 from zeroshard.errors import CommError
-from zeroshard.parts.settings import flat
+from zeroshard.planning.settings import flat
 
 BASE: dict[str, Any] = {"zero": 1, "transport": "network"}
 PLANS: dict[str, dict[str, Any]] = {  # by the field that the error must name: what rank 1 sets

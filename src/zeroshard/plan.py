@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from zeroshard.errors import ConfigError, PlanError
 from zeroshard.moe.policy import ExpertParallel
 from zeroshard.offload.policy import Offload
-from zeroshard.parts.settings import (
+from zeroshard.pipeline.policy import Pipeline
+from zeroshard.planning.settings import (
     check_choice,
     check_flag,
     check_number,
@@ -20,7 +21,6 @@ from zeroshard.parts.settings import (
     short_form,
     shown,
 )
-from zeroshard.pipeline.policy import Pipeline
 from zeroshard.precision.policy import LossScale
 from zeroshard.recompute.policy import RECOMPUTE, Activations, RecomputeName
 from zeroshard.schedule import Loan, PipelineSchedule

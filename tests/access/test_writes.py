@@ -419,9 +419,9 @@ def unequal(engine: Any, model: nn.Module, x: Any) -> None:
 
 
 def unfreeze(engine: Any, model: nn.Module, x: Any) -> None:
-    step(engine, x(0))
+    engine.backward(engine(x(0)))
     model.requires_grad_(True)
-    step(engine, x(1))
+    engine.backward(engine(x(1)))
 
 
 def add_group(engine: Any, model: nn.Module, x: Any) -> None:
@@ -493,7 +493,7 @@ def frozen_block() -> Net:
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], Scenario, tuple[str, ...]]] = {
     "unequal writes": (Net, unequal, ("PlanError", "head.weight", "0 and 1", "gathered(writer=0)")),
-    "unfreeze": (frozen_block, unfreeze, ("PlanError", "blocks.1.up.weight", "freeze it afterwards")),
+    "unfreeze": (frozen_block, unfreeze, ("PlanError", "blocks.1.up.weight", "between two backwards of one step")),
     "add_param_group": (Net, add_group, ("OptimizerError", "requires_grad_(False)")),
     "p.grad = values": (Net, set_gradient, ("PlanError", "head.weight", "by hand", "register_hook")),
     "a new layer": (Net, new_head, ("PlanError", "head.weight", "after the engine was made")),

@@ -19,7 +19,7 @@ from engine.random_techniques import draw_experts, draw_split_layers
 
 import zeroshard as zs
 from zeroshard.errors import PlanError
-from zeroshard.parts.settings import flat
+from zeroshard.planning.settings import flat
 from zeroshard.schedule.orders import CHUNKED, SCHEDULES, STREAMING
 
 GROUPS = {

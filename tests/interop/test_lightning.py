@@ -1,15 +1,17 @@
 """lightning's Trainer above the engine ends where a plain loop ends, in every stage and through a checkpoint."""
 
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from interop.regression import assert_follows, plain
+from interop.regression import Regression, assert_follows, batches, plain
 from jobs import TORCHRUN, run_job
+from plain_loop import plain_loop
 from selection import by_default
-from torch import Tensor
+from torch import Tensor, nn
 
 if find_spec("lightning") is None:  # to import it takes seconds, and only the job needs it
     pytest.skip("lightning is not installed", allow_module_level=True)
@@ -127,8 +129,31 @@ def test_a_run_goes_on_under_another_plan(found: dict[str, Any]) -> None:
 
 
 def test_what_is_refused(found: dict[str, Any]) -> None:
-    microbatches, optimizers, unfrozen, second = found["errors"]
+    microbatches, optimizers, second = found["errors"]
     assert microbatches.startswith("PlanError: pipeline_parallel=1 and microbatches=2 are for engine.train_step")
     assert optimizers.startswith("OptimizerError: configure_optimizers gave 2 optimizers")
-    assert unfrozen.startswith("OptimizerError: add_param_group was called after the engine was made")
     assert second.startswith("PlanError: The engine of the first fit still holds the module")
+
+
+def test_a_callback_unfreezes_a_backbone(found: dict[str, Any]) -> None:
+    """BackboneFinetuning adds a group of parameters that the engine has frozen, at a tenth of the rate."""
+    model, made = Regression(), list[torch.optim.Optimizer]()
+    model.blocks.requires_grad_(False)
+
+    def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        made.append(torch.optim.AdamW(parameters, lr=1e-2))
+        return made[0]
+
+    def steps() -> Iterator[list[tuple[Tensor, Tensor]]]:
+        rows = batches()
+        for number in range(12):
+            if number == 8:
+                model.blocks.requires_grad_(True)
+                made[0].add_param_group({"params": list(model.blocks.parameters()), "lr": 1e-3})
+            first = 8 * (number % 8)
+            yield [(rows[0][first + rank : first + 8 : 2], rows[1][first + rank : first + 8 : 2]) for rank in range(2)]
+
+    wanted = plain_loop(model, optimizer, steps(), lambda net, batch: net.loss(*batch), clip=1.0)
+    _, weights = found["unfrozen"]
+    for name, value in wanted.weights.items():
+        torch.testing.assert_close(weights[f"model.{name}"], value, rtol=1e-5, atol=1e-6)

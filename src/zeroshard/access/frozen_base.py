@@ -17,7 +17,9 @@ from zeroshard.checkpoint.digests import MODULUS, digest
 from zeroshard.checkpoint.writer import TensorPiece
 from zeroshard.comm.collectives import Comm
 from zeroshard.errors import CheckpointError
+from zeroshard.optim.states.whole_states import merged_options
 from zeroshard.parts.part import Part
+from zeroshard.pipeline import buffers
 
 Row = list[Any]  # of a tensor: its shape, its dtype, and its digest, or one rank's share of that
 
@@ -45,6 +47,15 @@ class FrozenBase:
         self.source, self.rows = None if source is None else str(Path(source).absolute()), None
         frozen = ((part, entry.name) for part in parts if part.gradients is None for entry in part.flat.index.entries)
         self._read = {name: (part, part.flat.edits) for part, name in frozen if name not in own}
+
+    def replaced(self, part: Part, parts: Iterable[Part]) -> None:
+        """Follow frozen parameters of a part into others; those that are trained now are in no file any more."""
+        self.rows = None
+        kept = {name for name, (held, edits) in self._read.items() if held is part and part.flat.edits == edits}
+        self._read = {name: row for name, row in self._read.items() if row[0] is not part}
+        for other in parts:
+            names = [entry.name for entry in other.flat.index.entries if entry.name in kept]
+            self._read |= {name: (other, other.flat.edits) for name in names if other.gradients is None}
 
     def left_out(self, world: Comm) -> set[str]:
         """The names that a checkpoint leaves out; a collective call, if there may be any.
@@ -131,3 +142,18 @@ def without(pieces: Iterator[TensorPiece], names: set[str]) -> Iterator[TensorPi
     """The pieces of all but these weights."""
     left = {f"weight:{name}" for name in names}
     return (piece for piece in pieces if piece.name not in left)
+
+
+def merged_facts(everyone: list[dict[str, Any]]) -> dict[str, Any]:
+    """The facts of a checkpoint: rank 0's, with those of each rank's own parts."""
+    facts = dict(everyone[0])
+    facts["optimizer"] = merged_options([rank["optimizer"] for rank in everyone])
+    facts["gradient_layouts"] = {label: v for rank in everyone for label, v in rank["gradient_layouts"].items()}
+    facts["buffers"] = buffers.merged_facts(everyone)
+    if (base := merged_bases(rank.get("base") for rank in everyone)) is not None:
+        facts["base"] = base
+    facts["last_update"] = {stage: v for rank in everyone for stage, v in rank["last_update"].items()}
+    never = [rank["never_written"] for rank in everyone]
+    if facts["cut"][0] > 1:
+        facts["never_written"] = None if None in never else sorted({name for names in never for name in names})
+    return facts

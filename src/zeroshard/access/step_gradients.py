@@ -127,6 +127,10 @@ class StepGradients:
     def _world(self) -> Comm:
         return self._wholes.world
 
+    def forget(self) -> None:
+        """Forget the table of whole tensors, since parts were replaced."""
+        self._made = None
+
     def walk(self) -> Iterator[tuple[str, Tensor]]:
         """As `GradientAccess.gradients`."""
         factor, written = self._begin("gradients")

@@ -11,7 +11,7 @@ and master weights at once.
 """
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, Protocol
@@ -55,31 +55,27 @@ class Writes:
 
     def __init__(self, model: nn.Module, parts: Parts, passes: Passes) -> None:
         self._model, self._parts, self._passes = model, parts, passes
-        self._places = {
-            id(parameter): (part, number, unit)
-            for unit, of_unit in enumerate(parts.of_units)
-            for part in of_unit
-            for number, parameter in enumerate(part.flat.parameters)
-        }
-        self._frozen = [
-            (parameter, entry.name)
-            for part in parts.all
-            if not part.flat.trainable
-            for parameter, entry in zip(part.flat.parameters, part.flat.index.entries, strict=True)
-        ]
+        self._places = places_of(parts)
+        self._frozen: list[tuple[str, nn.Parameter]] = []
         self._casts: list[tuple[Part, int]] = []
         self._cast_modules: set[str] = set()
         self._modules: list[nn.Module] = []
         self._tables: list[dict[str, Any]] = []
         self._contents: list[int] = []
         self.allowed = False
+        self._kinds = kinds_for(self)
 
-    def watch(self) -> None:
-        """Watch the parameters, except those with several versions, whose objects change."""
-        kinds = kinds_for(self)
+    def watch(self, frozen: Collection[str] = ()) -> None:
+        """Watch the parameters, except those with several versions, whose objects change.
+
+        Args:
+            frozen: names of parameters that were frozen, in the whole model; others may be in no optimizer group.
+        """
+        here = {entry.name for part in self._parts.all if not part.flat.trainable for entry in part.flat.index.entries}
+        self._frozen = [(name, p) for name, p in self._model.named_parameters() if name in frozen or name in here]
         for part in self._parts.all:
             if part.versions.single:
-                part.flat.watch(kinds, part.weights.residence is not Residence.SLICED)
+                part.flat.watch(self._kinds, part.weights.residence is not Residence.SLICED)
         if all(part.versions.single for part in self._parts.all):
             self._learn_structure()
 
@@ -97,6 +93,11 @@ class Writes:
             alias.__class__ = ForwardAlias
             alias.limit = partial(self._limit, part, number)  # type: ignore[attr-defined]
         return alias
+
+    def part_of(self, parameter: nn.Parameter | None) -> Part | None:
+        """The part of a parameter; None if it is not this rank's."""
+        found = self._places.get(id(parameter))
+        return None if found is None else found[0]
 
     def fetch(self, parameters: list[nn.Parameter], reads: bool = True) -> None:
         """Wait for arriving parameters; to read values inside a forward or backward, gather all others too.
@@ -168,24 +169,20 @@ class Writes:
             self._refuse_new_parameters()
             self._learn_structure()
 
-    def refuse_unfrozen(self) -> None:
-        """Refuse to train a parameter that was frozen when the engine was made.
-
-        Raises:
-            PlanError: with the way out.
-        """
+    def unfrozen(self) -> list[str]:
+        """The names of parameters that were frozen and require gradients by now, in the order of the model."""
         if not self._frozen:
-            return
+            return []
         with torch._C.DisableTorchFunctionSubclass():
-            unfrozen = [name for parameter, name in self._frozen if parameter.requires_grad]
-        if unfrozen:
-            more = f" and {len(unfrozen) - 1} more" if len(unfrozen) > 1 else ""
-            raise PlanError(
-                f"'{unfrozen[0]}'{more} was frozen, or in no optimizer group, when the engine was made and requires "
-                f"gradients now; it has no gradient buffer and no optimizer states. Make the engine while it requires "
-                f"gradients and is in the optimizer, and freeze it afterwards until it is to be trained (a parameter "
-                f"without a gradient is not updated); or engine.save(), make a new engine, and load."
-            )
+            return [name for name, parameter in self._frozen if parameter.requires_grad]
+
+    def take_parts(self, new: Sequence[Part]) -> None:
+        """Watch the parameters of parts that replace others; those that require gradients are no longer frozen."""
+        due = set(self.unfrozen())
+        self._frozen = [(name, parameter) for name, parameter in self._frozen if name not in due]
+        self._places = places_of(self._parts)
+        for part in new:
+            part.flat.watch(self._kinds, part.weights.residence is not Residence.SLICED)
 
     def _take_over(self, part: Part) -> None:
         """Copy the new values of parameters whose memory was replaced into the flat buffer, which they view again."""
@@ -265,6 +262,16 @@ class Writes:
             f"'{name}' was read outside of the model's forward and backward while each rank has a slice of it (zero=3)."
             f" Read it inside `with engine.gathered():`, on every rank, or take engine.state_dict()."
         )
+
+
+def places_of(parts: Parts) -> dict[int, tuple[Part, int, int]]:
+    """By the identity of a parameter: its part, its number there, and its unit."""
+    return {
+        id(parameter): (part, number, unit)
+        for unit, of_unit in enumerate(parts.of_units)
+        for part in of_unit
+        for number, parameter in enumerate(part.flat.parameters)
+    }
 
 
 def _arrive(part: Part) -> None:

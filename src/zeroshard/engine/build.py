@@ -1,7 +1,7 @@
 """A plan, a model and an optimizer become parts: the one place where fields of the plan choose techniques."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -28,7 +28,6 @@ from zeroshard.parts.weights import Gatherer, Weights
 from zeroshard.pipeline.stage import Stage
 from zeroshard.pipeline.whole import WholeModel
 from zeroshard.plan import Plan
-from zeroshard.platform.accelerator import is_accelerator
 from zeroshard.precision.cast import DTYPES, Precision, keep_in_fp32
 from zeroshard.quantized.weights import take_apart
 from zeroshard.rng.exact import random_numbers_of
@@ -41,7 +40,7 @@ from zeroshard.validation.memory import RoomChecks, raise_on_all_ranks
 from zeroshard.zero import Accumulation, BufferedGradients, ByChunk, ByPass, Residency
 from zeroshard.zero.gradients import GradientBuffer
 from zeroshard.zero.reduce import AllReduce, BufferSum, DeviceSum, Direct, OwnSlice, Scatter
-from zeroshard.zero.weights import Arrivals, Arriving, Keeper, Mapped, OnDevice, Sliced
+from zeroshard.zero.weights import Arrivals, Arriving, Keeper, Mapped, OnDevice, Sliced, share_memory, shared_bytes
 
 Kinds = dict[tuple[torch.dtype, bool, PlaceKind], dict[str, nn.Parameter]]
 OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -57,6 +56,7 @@ class Assembly:
         gatherer: gathers sliced units.
         late: updates that run beside the steps.
         saver: stores tensors that autograd saves.
+        weights: of each unit, as the gatherer has them.
         magnitudes: as `Materialiser.magnitudes`.
     """
 
@@ -66,6 +66,7 @@ class Assembly:
     gatherer: Gatherer
     late: LateUpdates
     saver: Savers
+    weights: list[list[Weights]]
     magnitudes: Sequence[str] = ()
 
 
@@ -112,7 +113,7 @@ class Builder:
         self._stage, self._progress = stage, progress
         self._axes, comm = axes, axes.dense.slices.comm
         self._model, self._plan, self._comm, self._ledger = model, plan, comm, ledger
-        self._residency = Residency.of_stage(plan.zero)
+        self._on_host: set[int] = set()  # numbers of units that are updated there
         self._precision = Precision.named(plan.precision)
         self._cuts: dict[nn.Parameter, Split | Partial] = {}
         self._arenas = {comm: Arena(ledger, comm.buffer)}
@@ -146,7 +147,8 @@ class Builder:
         fp32 = keep_in_fp32(self._model, self._plan.fp32_modules, self._precision)
         self._spans = SpanOptimizer(torch_optimizer, self._ledger, layout)
         units = self._stage.units
-        chosen = Chosen(units, groups, fp32, self._offload(units, torch_optimizer))
+        self._on_host = self._offload(units, torch_optimizer)
+        chosen = Chosen(units, groups, fp32, self._on_host)
         kinds = [self._kinds(unit, chosen) for unit in units]
         self._place(chosen, kinds, layout)
         parts = self._materialise(chosen, kinds, materialiser)
@@ -159,7 +161,9 @@ class Builder:
         itemsize = lambda p: precision.dtype_of(p, p in chosen.fp32).itemsize  # noqa: E731
         check = partial(checks.all, units, chosen.groups, itemsize, chosen.on_host, self._lower)
         raise_on_all_ranks(self._axes.world, check)
-        self._share_memory(units)
+        if not (self._plan.transport == "network" or self._plan.streams or self._plan.offloading.parameters):
+            nbytes, demanded = partial(self._shared_bytes, units), self._plan.transport == "shared"
+            share_memory(self._comm.mesh, self._slicing, self._axes.world, nbytes, demanded)
         if self._lower is not None:
             gathers = all(self._gathers(axis.comm) for axis in self._slicing)
             unclipped = self._progress.unclipped
@@ -192,12 +196,13 @@ class Builder:
         """Point the optimizer at the slices; make gatherer, scratch, savers and random numbers."""
         self._spans.install_spans()
         self._files.spans_installed()
-        gatherer = self._gatherer(units, parts)
+        weights = [[part.weights for part in of_unit] for of_unit in parts]
+        gatherer = self._gatherer(units, weights)
         messages = self._arena if self._comm.shared is None else Arena(self._ledger, self._axes.world.buffer)
         raise_on_all_ranks(self._axes.world, self._room_for_states)
         return Assembly(
             Parts(units, parts, self._arena, messages, gatherer, self._random_numbers(techniques)),
-            self._spans, self._precision, gatherer, self._files, self._savers(),
+            self._spans, self._precision, gatherer, self._files, self._savers(), weights,
         )  # fmt: skip
 
     def _savers(self) -> Savers:
@@ -233,8 +238,7 @@ class Builder:
         self._lower = HostTiers(policy, self._comm.mesh, self._ledger, optimizer, self._plan.timeout)
         return agreed_on_host(units, policy.fraction, self._axes.alike) if policy.optimizer else set()
 
-    def _gatherer(self, units: list[Unit], parts: list[list[Part]]) -> Gatherer:
-        weights = [[part.weights for part in of_unit] for of_unit in parts]
+    def _gatherer(self, units: list[Unit], weights: list[list[Weights]]) -> Gatherer:
         if not any(each.sliced for of_unit in weights for each in of_unit):
             return Gatherer()
         return ByChunk(units, weights) if self._plan.pipelined else ByPass(units, weights, self._comm)
@@ -251,6 +255,10 @@ class Builder:
         return random_numbers_of(self._model, plan.rng == "exact", plan.seed, rows, zones)
 
     @property
+    def _residency(self) -> Residency:
+        return Residency.of_stage(self._plan.zero)
+
+    @property
     def _slicing(self) -> list[Axis]:
         """The axes among whose ranks flats are sliced, each group of ranks once."""
         kinds = dict.fromkeys([DENSE, *map(PlaceKind.of, self._cuts.values())])
@@ -260,36 +268,13 @@ class Builder:
             found.setdefault(axis.comm, axis)
         return list(found.values())
 
-    def _share_memory(self, units: list[Unit]) -> None:
-        """Map memory that the ranks share, where plan and machine allow it."""
-        plan, mesh = self._plan, self._comm.mesh
-        several = [axis for axis in self._slicing if max(map(len, axis.groups)) > 1]
-        if plan.transport == "network" or plan.streams or not several or plan.offloading.parameters:
-            return
-        reason: str | None = "the ranks do not compute on CPUs"
-        if not is_accelerator(mesh.device):
-            found = [axis.comm.share(self._shared_bytes(units, axis)) for axis in several if axis.size > 1]
-            mine = next(filter(None, found), None)
-            reasons = self._axes.world.agree_on(mine, "shared memory")  # groups that differed would wait for ever
-            reason = next(filter(None, reasons), None)
-            for axis in several if reason is not None else ():
-                axis.comm.shared = None  # memory that only some ranks share would be waited for in vain
-        if reason is not None and plan.transport == "shared":
-            raise PlanError(f"transport='shared' cannot be: {reason}. Or leave transport='auto'.")
-
-    def _place_of(self, parameter: nn.Parameter) -> Place:
-        return self._axes.place(PlaceKind.of(self._cuts.get(parameter)))
-
     def _shared_bytes(self, units: list[Unit], axis: Axis) -> int:
         """Bytes that the ranks of an axis share."""
-        plan = self._plan
-        sizes = [
-            sum(p.numel() for p in unit.parameters.values() if self._place_of(p).slices.comm is axis.comm)
-            for unit in units
-        ]
-        by_unit = plan.zero >= 2 and plan.reduces_each_microbatch  # else the gradients of all units are there at once
-        whole, gradients = sum(sizes), 4 * max(sizes, default=0) if by_unit else sum(sizes)
-        return 4 * ((whole if plan.zero else 0) + axis.size * gradients)
+        comm_of = {kind: self._axes.place(kind).slices.comm for kind in map(PlaceKind.of, [None, *self._cuts.values()])}
+        kinds = [[(p.numel(), PlaceKind.of(self._cuts.get(p))) for p in u.parameters.values()] for u in units]
+        mine = [[numel for numel, kind in of_unit if comm_of[kind] is axis.comm] for of_unit in kinds]
+        by_unit = self._plan.zero >= 2 and self._plan.reduces_each_microbatch
+        return shared_bytes(self._plan.zero, by_unit, axis.size, list(map(sum, mine)))
 
     def _kinds(self, unit: Unit, chosen: Chosen) -> Kinds:
         """A unit's parameters by (dtype, trainable, kind of their place).
@@ -325,7 +310,13 @@ class Builder:
                 yield Flat(unit, real, dtype, trainable, place.slices.size, called, bounds), place, own
 
     def _part(
-        self, flat: Flat, place: Place, members: dict[str, nn.Parameter], groups: dict[nn.Parameter, int], on_host: bool
+        self,
+        flat: Flat,
+        place: Place,
+        members: dict[str, nn.Parameter],
+        groups: dict[nn.Parameter, int],
+        on_host: bool,
+        values: torch.Tensor | None = None,
     ) -> Part:
         """Give a flat its buffers and values.
 
@@ -333,6 +324,7 @@ class Builder:
             members: its parameters as they were before they were real, by name.
             groups: the optimizer group of each of these.
             on_host: whether it is updated on the host, if it is trained.
+            values: of all ranks [N*S]; by default initial ones.
         """
         on_meta = [parameter.is_meta for parameter in members.values()]
         keyed = any(on_meta)  # by name; else values are rank 0's
@@ -340,7 +332,9 @@ class Builder:
         splits = {name: cut for name, p in members.items() if isinstance(cut := self._cuts.get(p), Split)}
         weights, index = self._weights(flat, place), flat.index
         start, stop = index.interval(weights.rank) if self._residency.slice_states else (0, index.padded_numel)
-        if self._from_files and all(on_meta):
+        if values is not None:
+            weights.load(values)
+        elif self._from_files and all(on_meta):
             values = torch.zeros((), dtype=flat.precise_dtype()).expand(index.padded_numel)  # buffers are zero already
             weights.load(None)
         else:
@@ -359,6 +353,17 @@ class Builder:
             updater = self._updater(weights, values[start:stop], start, numbers, spans(self._arena))
             gradients = self._gradients(flat, place, accumulation, None)
         return Part(flat, place, splits, weights, gradients, updater, OneVersion(weights), flat.edits)
+
+    def replacement(self, flat: Flat, part: Part, groups: Mapping[str, int], values: torch.Tensor) -> Part:
+        """A part of parameters that another part has had, with these values [N*S].
+
+        Args:
+            groups: the optimizer groups of those that are trained, by name.
+        """
+        own = dict(zip((entry.name for entry in flat.index.entries), flat.parameters, strict=True))
+        self._cuts |= {own[name]: split for name, split in part.splits.items() if name in own}
+        numbers = {own[name]: group for name, group in groups.items() if name in own}
+        return self._part(flat, part.place, own, numbers, flat.unit.number in self._on_host, values)
 
     def _weights(self, flat: Flat, place: Place) -> Weights:
         """Whole, shared or sliced parameters."""

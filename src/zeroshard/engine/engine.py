@@ -21,6 +21,7 @@ from zeroshard.access.given import LoadedKeys
 from zeroshard.access.gradient_shares import GradientShare, shares_of
 from zeroshard.access.join import JoinAccess, Joins
 from zeroshard.access.step_gradients import GradientAccess, StepGradients, WholeGradients
+from zeroshard.access.unfreezing import Unfreezing
 from zeroshard.access.whole_weights import Bucket, WholeWeights
 from zeroshard.checkpoint import LoadReport, Saving, WeightSource
 from zeroshard.checkpoint.export import SHARD_SIZE
@@ -51,12 +52,20 @@ from zeroshard.precision.clash import raise_explained
 from zeroshard.quantized.weights import take_apart
 from zeroshard.recompute.arena import ArenaUse
 from zeroshard.schedule import Layout, PipelineSchedule
-from zeroshard.step.backward import Backward, ListedBackward
+from zeroshard.step.backward import Backward, ListedBackward, receive_from
 from zeroshard.step.batch import call_with, loss_of
 from zeroshard.step.decision import Verdict, check_settings
 from zeroshard.step.gradient_accumulation import OneStage
 from zeroshard.step.losses import Loss, StepLosses
-from zeroshard.step.sequence import AllRanks, Scope, StepOrder, StepResult, StepSequence, discard_gradients_on_error
+from zeroshard.step.sequence import (
+    AllRanks,
+    Scope,
+    StepOrder,
+    StepResult,
+    StepSequence,
+    discard_gradients_on_error,
+    train_parts,
+)
 from zeroshard.step.trace import Trace, traced
 from zeroshard.text import parse_bytes
 from zeroshard.traffic import BETWEEN_TIERS, Count, Purpose, merged
@@ -64,7 +73,14 @@ from zeroshard.units.compiling import compile_blocks
 from zeroshard.units.forwards import layers_of
 from zeroshard.units.hooks import Hook
 from zeroshard.units.materialise import Initialiser
-from zeroshard.validation.arguments import check_arguments, check_compiling, check_options, check_within, unjoined
+from zeroshard.validation.arguments import (
+    check_arguments,
+    check_compiling,
+    check_options,
+    check_within,
+    refuses_unfreezing,
+    unjoined,
+)
 from zeroshard.validation.memory import raises_budget_exceeded
 from zeroshard.validation.model_checks import FIRST_STEPS, check_computing, check_model, guard, warn_of_unused
 from zeroshard.validation.ranks import check_alike, check_replicas, tied_names
@@ -122,6 +138,7 @@ class Engine(GradientAccess, JoinAccess):
         if not isinstance(optimizer, torch.optim.Optimizer):
             optimizer = optimizer(list(model.parameters()))  # of all stages; a list may be walked more than once
         check_alike(Comm(self.mesh), model, optimizer, self.plan)
+        frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
         set_loss_chunk(model, self.plan.loss_chunk)
         # Cut the model into stages, and place this rank on the axes.
         techniques = techniques_of(self.plan)
@@ -132,8 +149,8 @@ class Engine(GradientAccess, JoinAccess):
         # Materialise: flats with their weights, gradients and updaters.
         losses = StepLosses(self.plan.nonfinite == "skip")
         progress = StepReadings(lambda: self.steps, lambda: losses.likely(self.loss_scale))
-        builder = Builder(model, self.plan, self._axes, self.ledger, self._stage, progress)
-        self._assembly = builder.build(optimizer, initialise, techniques)
+        self._builder = Builder(model, self.plan, self._axes, self.ledger, self._stage, progress)
+        self._assembly = self._builder.build(optimizer, initialise, techniques)
         self._gatherer, self._late = self._assembly.gatherer, self._assembly.late
         # Equip: forward, backward, recomputation, the sequence of a step, checkpoints.
         self.steps = self.skipped = 0
@@ -148,9 +165,12 @@ class Engine(GradientAccess, JoinAccess):
         self._savings, self._takes_apart = Savings(), False
         # Hook: the user's own calls of the model and the optimizer.
         model.register_state_dict_pre_hook(Hook(self._refuse_partial))
-        self._forward.writes.watch()
+        self._forward.writes.watch(frozen)
         self._between_steps = BetweenSteps(self._assembly, self.world, members, self._discard, self.flush)
-        guard(model, self._assembly.parts, self._forward, self.plan.pipelined)
+        refused = refuses_unfreezing(self.plan, self._assembly.optimizer, self.mesh.ranks)
+        self._unfreezing = Unfreezing(self._assembly.parts, self.world, members, self._builder.replacement, refused)
+        self._forward.unfreeze = self._unfreeze
+        guard(model, self._forward, self.plan.pipelined)
         set_magnitudes(model, self._editing, self._assembly.magnitudes)
         self._sent: list[Mapping[Purpose, Count]] = []  # in the last step
         self._reset_counts()
@@ -175,11 +195,13 @@ class Engine(GradientAccess, JoinAccess):
         self._step_ends = step_ends_of(self.model, stage, axes.alike, techniques, self._recomputation)
         self._decision = decision_of(plan, self._step_ends)
         self._order: StepOrder
+        self._order_anew: Callable[[], StepOrder | None] = lambda: None  # after an unfreezing, over stages
         if isinstance(stage, Stage):
             scope = scope_of(stage, axes.alike, losses)
             self._sequence = self._sequence_over(scope)
             assert inputs is not None
-            self._order = PipelineOrder(stage, parts, self._sequence, scope, inputs, self.model, self._run)
+            make = partial(PipelineOrder, stage, parts, self._sequence, scope, inputs, self.model, self._run)
+            self._order, self._order_anew = make(), make
         else:
             self._sequence = self._sequence_over(AllRanks(axes, losses))
             lists = PipelineSchedule("naive", Layout((1,)), plan.microbatches, reduce_each=plan.reduces_each_microbatch)
@@ -288,6 +310,24 @@ class Engine(GradientAccess, JoinAccess):
         self._sequence.take(self.steps)
         return self._conclude(self._decision.last, None)
 
+    def _unfreeze(self) -> None:
+        """Make gradients and states of parameters that were frozen and require gradients now ([Note: unfreezing])."""
+        names = self._forward.writes.unfrozen()
+        if not names:
+            return
+        self._unfreezing.agree(names, bool(self._backward.count))
+        self.flush()
+        never, assembly = self._backward.reductions.never_written, self._assembly
+        new = self._unfreezing.carry_out(names, self._state.base, assembly.weights)
+        assembly.optimizer.install_spans()
+        self._late.spans_installed()
+        receive_from(self._backward, assembly.parts)
+        self._backward.reductions.never_written = never
+        self._forward.take_parts(new)
+        self._step_gradients.forget()
+        train_parts(self._sequence)
+        self._order = self._order_anew() or self._order
+
     def _refuse_in_stages(self, method: str) -> None:
         if self._stage.pipeline is not None:
             raise PlanError(
@@ -322,6 +362,7 @@ class Engine(GradientAccess, JoinAccess):
         """
         self._refuse_in_gathered("train_step")
         self._joins.announce("train_step", batch)
+        self._unfreeze()
         with discard_gradients_on_error(self._discard, self.mesh):
             loss = self._order.step(batch)
         return self._conclude(self._decision.last, loss)
@@ -516,6 +557,7 @@ class Engine(GradientAccess, JoinAccess):
             CheckpointError: no checkpoint, or one of another model or optimizer, or over another base. DamagedError:
                 one whose content is not what was written.
         """
+        self._unfreeze()
         self.flush()
         self._savings.wait()
         if (source := self._state.unread_base(Path(path))) is not None:

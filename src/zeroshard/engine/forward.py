@@ -6,7 +6,7 @@ before the saved tensor is read, whatever path the backward took.
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from zeroshard.autograd.embeddings import make_rows_alone
 from zeroshard.engine.build import Assembly
 from zeroshard.errors import PlanError
 from zeroshard.memory.ledger import Ledger
-from zeroshard.parts.part import LateUpdates
+from zeroshard.parts.part import LateUpdates, Part
 from zeroshard.parts.weights import ABSENT, Gatherer, PassKind, Weights
 from zeroshard.precision.clash import explain_clash
 from zeroshard.saved.kept import CountedTensor, HooksOfForward, Kept, Stored
@@ -54,22 +54,32 @@ class Forward:
         self._backward, self._ledger = backward, ledger
         self._root = len(self._parts.units) - 1
         self._open: list[tuple[saved_tensors_hooks | None, bool, float]] = []
-        self._homes = {
-            place_of(part.weights.full): (number, part.weights)
-            for number, parts in enumerate(self._parts.of_units)
-            for part in parts
-            if part.weights.sliced and self._gatherer.passes
-        }
+        self._homes: dict[int, tuple[int, Weights]] = {}
+        self._find_homes()
         self._known: set[int] = set()  # storages of weights, which are no activations
         self._counts = ledger.limits_activations
         self._visitors: list[int] = []  # units that modules of other units have read in the pass under way
         self.writes = Writes(model, assembly.parts, self)
+        self.unfreeze: Callable[[], None] = lambda: None  # trains parameters that were frozen and require gradients now
         make_rows_alone(model)
         model.register_forward_pre_hook(outside(self._enter_model), with_kwargs=True, prepend=True)
         model.register_forward_hook(outside(self._leave_model), always_call=True)
         refuse_renormalising(model, any(part.flat.index.ranks > 1 for part in self._parts.all))
         self._watch_units()
         self._watch_updates()
+
+    def take_parts(self, new: Sequence[Part]) -> None:
+        """Follow the parameters of parts that replace others, and their buffers."""
+        self.writes.take_parts(new)
+        self._find_homes()
+
+    def _find_homes(self) -> None:
+        self._homes = {
+            place_of(part.weights.full): (number, part.weights)
+            for number, parts in enumerate(self._parts.of_units)
+            for part in parts
+            if part.weights.sliced and self._gatherer.passes
+        }
 
     @property
     def running(self) -> bool:
@@ -167,10 +177,9 @@ class Forward:
         self._late.entering(self._root, trains=torch.is_grad_enabled())
         if not (self.writes.allowed or self._open):
             self.writes.reconcile()
-        if torch.is_grad_enabled():
-            self.writes.refuse_unfrozen()
-            if torch._C._current_graph_task_id() == -1:
-                self._backward.losses.batches.add((args, kwargs))
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            self.unfreeze()
+            self._backward.losses.batches.add((args, kwargs))
         if self._gatherer.passes and not self._gatherer.all_gathered:
             if torch._C._current_graph_task_id() != -1:
                 self._backward.begin()  # the whole model is being recomputed

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from zeroshard.access.editing import WholeTensors
-from zeroshard.access.frozen_base import FrozenBase, check_base, merged_bases, without
+from zeroshard.access.frozen_base import FrozenBase, check_base, merged_facts, without
 from zeroshard.access.given import GivenWeights, LoadedKeys, check_same, shared
+from zeroshard.access.unfreezing import warn_of_dropped
 from zeroshard.access.whole_weights import WholeWeights
 from zeroshard.checkpoint import (
     BaseFiles,
@@ -43,10 +44,10 @@ from zeroshard.memory.ledger import Ledger
 from zeroshard.optim.slices.updater import destination
 from zeroshard.optim.states.folder_states import FolderStates
 from zeroshard.optim.states.restoring import WAY_OUT, Saved, load_states
-from zeroshard.optim.states.whole_states import elements_of, merged_options, options_of, scalars_of, whole_pieces
+from zeroshard.optim.states.whole_states import elements_of, options_of, scalars_of, whole_pieces
 from zeroshard.parts.axes import Axes
 from zeroshard.parts.part import Part
-from zeroshard.pipeline.buffers import Buffers, merged_facts
+from zeroshard.pipeline.buffers import Buffers
 from zeroshard.pipeline.stage import Stage
 from zeroshard.pipeline.whole import WholeModel
 from zeroshard.text import format_bytes
@@ -61,6 +62,7 @@ class State:
 
     Attributes:
         buffers: of the model.
+        base: frozen weights that are in files.
         wholes: assembles parameters that are split over axes.
     """
 
@@ -79,7 +81,7 @@ class State:
         self._world = axes.world
         self.buffers = Buffers(model, axes.world.mesh, stage)
         self._snapshot, self._warned = Snapshot(ledger), False
-        self._base = FrozenBase()
+        self.base = FrozenBase()
         self._axes = {name: axis.size for name, axis in axes.new.items()}
         self.wholes = WholeTensors(assembly.parts, axes.new, tied)
 
@@ -95,12 +97,12 @@ class State:
             CheckpointError: the path exists or cannot be made, `facts` is no JSON; or with `wait`, the write failed.
         """
         mesh, comm = self._world.mesh, self._world
-        order = WriteOrder(path, "", [], {}, _merged, keep)
+        order = WriteOrder(path, "", [], {}, merged_facts, keep)
         order.token = self._begin(order, facts)
         order.facts = self._facts(facts)
-        left = set() if base else self._base.left_out(comm)
+        left = set() if base else self.base.left_out(comm)
         if left:
-            order.facts["base"] = self._base.facts(left, self._weight_pieces(left))
+            order.facts["base"] = self.base.facts(left, self._weight_pieces(left))
         if wait:
             order.pieces = list(without(self._pieces(), left))
             write(order, mesh, Meeting(comm, path.name))
@@ -154,7 +156,7 @@ class State:
 
     def unread_base(self, path: Path) -> str | None:
         """The files of the frozen base that a checkpoint left out, if this engine has read none yet."""
-        if self._base.source is not None:
+        if self.base.source is not None:
             return None
         try:
             base = Reader(path).facts.get("base")
@@ -197,7 +199,7 @@ class State:
         report: LoadReport | None = getattr(path, "report", None)
         if report is not None:
             drawn += [*report.initialised, *report.partly]
-        self._base.take(report.path if report else path if isinstance(path, Path) else None, self._parts.all, drawn)
+        self.base.take(report.path if report else path if isinstance(path, Path) else None, self._parts.all, drawn)
 
     def load_state_dict(self, state: Mapping[str, Any] | None, strict: bool) -> LoadedKeys:
         """Load weights and buffers alone from a state dict, rank 0's where other ranks pass None; a collective call.
@@ -339,6 +341,7 @@ class State:
                 self._load_weights(part, reader, left)
                 if part.gradients is not None:
                     load_states(part, reader, saved)
+        warn_of_dropped(path, self._parts.all, reader.kinds)
         for group, options in zip(self._optimizer.optimizer.param_groups, saved.groups, strict=True):
             group.update(options)
         self.buffers.load(reader, same_layout)
@@ -462,18 +465,3 @@ class State:
 def _renamed(found: Mapping[str | None, Any]) -> dict[str, Any]:
     """A table by names of the base, without adapters."""
     return {name: value for name, value in found.items() if name is not None}
-
-
-def _merged(everyone: list[dict[str, Any]]) -> dict[str, Any]:
-    """The facts of a checkpoint: rank 0's, with those of each rank's own parts."""
-    facts = dict(everyone[0])
-    facts["optimizer"] = merged_options([rank["optimizer"] for rank in everyone])
-    facts["gradient_layouts"] = {label: v for rank in everyone for label, v in rank["gradient_layouts"].items()}
-    facts["buffers"] = merged_facts(everyone)
-    if (base := merged_bases(rank.get("base") for rank in everyone)) is not None:
-        facts["base"] = base
-    facts["last_update"] = {stage: v for rank in everyone for stage, v in rank["last_update"].items()}
-    never = [rank["never_written"] for rank in everyone]
-    if facts["cut"][0] > 1:
-        facts["never_written"] = None if None in never else sorted({name for names in never for name in names})
-    return facts

@@ -31,7 +31,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         return getattr(self.engine.optimizer, name)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused once an engine exists.
+        """Add a group; once an engine exists, of parameters that it has frozen.
 
         Raises:
             OptimizerError: with the way out.
@@ -40,6 +40,7 @@ class EngineOptimizer(torch.optim.Optimizer):
             super().add_param_group(param_group)
         else:
             self.engine.optimizer.add_param_group(param_group)
+            self.param_groups.append(self.engine.optimizer.param_groups[-1])
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Run the closure, which runs forwards and backwards, then update the weights; returns the closure's result."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from zeroshard.parts.settings import check_flag, check_whole, shown
+from zeroshard.planning.settings import check_flag, check_whole, shown
 
 
 @dataclass(frozen=True, repr=False)

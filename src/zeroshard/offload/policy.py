@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Literal
 
 from zeroshard.errors import PlanError
-from zeroshard.parts.settings import check_choice, check_flag, check_whole, shown
+from zeroshard.planning.settings import check_choice, check_flag, check_whole, shown
 
 KINDS = ("optimizer", "parameters", "activations")  # in the order in which they help
 OF_STATES = ("fraction", "disk", "disk_parameters", "moments", "delayed_update")  # settings for offloaded states

@@ -374,6 +374,10 @@ class HostTiers:
         tier = self.disk if self.policy.disk_parameters and self.disk is not None else self.host
         return tier.slab(numel, dtype, Category.PARAMETERS, label, padding)
 
+    def drop(self, weights: Weights) -> None:
+        """Free a slice of parameters in host memory."""
+        self.host.free(weights.own)
+
     def bring(self, weights: Weights, into: torch.Tensor, purpose: Purpose) -> tuple[torch.Tensor, Task | None]:
         """Start to copy a slice of parameters into its part of the gathered buffer, after its update."""
         after = [] if (update := weights.update.take()) is None else [update]

@@ -146,8 +146,15 @@ class Weights:
     def lend(self) -> None:
         """Nothing: the user's views follow later updates, as in PyTorch."""
 
-    def free(self) -> None:
-        """Nothing: whole parameters are never freed."""
+    def free(self, for_good: bool = False) -> None:
+        """Free the parameters until their next use, if they are sliced.
+
+        Args:
+            for_good: other weights take their place; strike them out of the ledger.
+        """
+        if for_good:
+            index, size = self.flat.index, self.flat.dtype.itemsize
+            self._ledger.give(Category.PARAMETERS, self._nbytes, f"parameters {self.flat.label}", index.padding * size)
 
     def publish(self, spans: int | None = None) -> None:
         """After an update of `own`, start to gather the other ranks' updated slices into `full` (stages 1 and 2).

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from zeroshard.errors import PlanError
-from zeroshard.parts.settings import check_choice, check_flag, check_whole, names_of, shown
+from zeroshard.planning.settings import check_choice, check_flag, check_whole, names_of, shown
 from zeroshard.schedule import SCHEDULES, STREAMING, Layout, Loan, PipelineSchedule
 from zeroshard.schedule.orders import check
 from zeroshard.schedule.peaks import MOST_FILLED

@@ -278,6 +278,9 @@ class OwnMemory(SharedMemory):
         """A zeroed buffer."""
         return torch.zeros(numel, dtype=dtype)
 
+    def give_back(self, tensor: torch.Tensor) -> None:
+        """Nothing: a buffer is freed with its last view."""
+
     def is_common(self, tensor: torch.Tensor) -> bool:
         """Whether `common` made it."""
         return tensor.untyped_storage()._cdata in self._shared

@@ -7,6 +7,7 @@ the kernel frees it with the last process, however that ends.
 full /dev/shm is an error with a message then, and not a bus error in the middle of a step.
 """
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -83,6 +84,17 @@ class SharedMemory:
             PlanError: no room.
         """
         return self._allocate(1 + self.rank, numel, dtype)
+
+    def give_back(self, tensor: torch.Tensor) -> None:
+        """Give the whole pages under a tensor back to the kernel; no rank reads it any more.
+
+        Its place in the mapping is not used again.
+        """
+        start = tensor.data_ptr() - self._base
+        first, last = -(-start // PAGE) * PAGE, (start + tensor.nbytes) // PAGE * PAGE
+        if first < last:
+            with contextlib.suppress(OSError):  # a kernel without holes in files keeps the pages
+                self._map.madvise(mmap.MADV_REMOVE, first, last - first)
 
     def is_common(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in common memory."""

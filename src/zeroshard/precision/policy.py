@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from zeroshard.errors import PlanError
-from zeroshard.parts.settings import check_number, check_whole, shown
+from zeroshard.planning.settings import check_number, check_whole, shown
 
 
 @dataclass(frozen=True, repr=False)

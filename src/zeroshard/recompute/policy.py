@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from zeroshard.errors import PlanError
-from zeroshard.parts.settings import check_choice, check_flag, names_of, shown
+from zeroshard.planning.settings import check_choice, check_flag, names_of, shown
 
 RECOMPUTE = ("schedule", "off", "blocks", "sqrt", "selective", "auto")
 CLASSES = ("attention", "norms", "activations")  # of operations that "selective" may compute again

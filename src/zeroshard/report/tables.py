@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from statistics import median
 from typing import Any, TypeVar
 
-from zeroshard.parts.settings import flat
+from zeroshard.planning.settings import flat
 from zeroshard.report.run_folder import (
     ActivationRecord,
     ExpertLoad,

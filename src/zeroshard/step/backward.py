@@ -211,21 +211,17 @@ class Backward:
         needs_scale: bool,
     ) -> None:
         self._gatherer, self._late, self._comm, self._needs_scale = gatherer, late, comm, needs_scale
-        self._gradients = [
-            [cast(BufferedGradients, part.gradients) for part in of_unit if part.gradients is not None]
-            for of_unit in parts.of_units
-        ]
-        self.reductions = Reductions(self._gradients, GRACE if gatherer.passes else None, self._listed)
-        self._only_trainable = [all(part.flat.trainable for part in of_unit) for of_unit in parts.of_units]
-        self._unit_of = {id(g): unit for unit, gradients in enumerate(self._gradients) for g in gradients}
         self._active = False
         self._began = 0.0
         self.reduces = True
         self.under_scale = self.weighs = False
         self._count = 0
         self.losses = losses
-        for part, gradients in parts.trained:
-            self.listen(gradients, part.flat.parameters)
+        self._gradients: list[list[BufferedGradients]] = []
+        self._only_trainable: list[bool] = []
+        self._unit_of: dict[int, int] = {}
+        self.reductions = Reductions([], None, listed=True)  # until the gradients are known
+        receive_from(self, parts)
 
     @property
     def count(self) -> int:
@@ -399,6 +395,22 @@ class Backward:
         self.reductions.end()
         self._active = False
         self._late.background.note("backward", self._began)
+
+
+def receive_from(backward: Backward, parts: Parts) -> None:
+    """Make a backward receive the gradients of all parts, of which some may be new."""
+    known = backward._unit_of
+    backward._gradients = [
+        [cast(BufferedGradients, part.gradients) for part in of_unit if part.gradients is not None]
+        for of_unit in parts.of_units
+    ]
+    grace = GRACE if backward._gatherer.passes else None
+    backward.reductions = Reductions(backward._gradients, grace, backward._listed)
+    backward._only_trainable = [all(part.flat.trainable for part in of_unit) for of_unit in parts.of_units]
+    backward._unit_of = {id(g): unit for unit, gradients in enumerate(backward._gradients) for g in gradients}
+    for part, gradients in parts.trained:
+        if id(gradients) not in known:
+            backward.listen(gradients, part.flat.parameters)
 
 
 class ListedBackward(Backward):

@@ -493,3 +493,8 @@ def _clamp(total: torch.Tensor, limit: float) -> None:
     """Limit gradients in place. Under a loss scale fp16 may not reach the limit; an overflow stays an overflow."""
     if limit < torch.finfo(total.dtype).max:
         total.clamp_(-limit, limit)
+
+
+def train_parts(sequence: StepSequence) -> None:
+    """Make a sequence find the trained parts again, of which some were replaced."""
+    sequence._trained, sequence._turns = sequence._parts.trained, sequence._parts.turns

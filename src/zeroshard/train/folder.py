@@ -14,7 +14,7 @@ from zeroshard.comm.run_lock import HELD, Owner, hold, release
 from zeroshard.data.files import parse_sources
 from zeroshard.errors import ConfigError
 from zeroshard.memory.ledger import Category, Event
-from zeroshard.parts.settings import flat
+from zeroshard.planning.settings import flat
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.loggers import Loggers
 from zeroshard.train.toml_config import dump_toml

@@ -17,7 +17,6 @@ from rich.text import Text
 from zeroshard.comm.mesh import Mesh
 from zeroshard.engine.techniques import data_ranks_of
 from zeroshard.errors import ConfigError
-from zeroshard.parts.settings import flat
 from zeroshard.plan import SEARCHED, SEARCHED_UNLESS_GIVEN, Plan
 from zeroshard.planner.predict.predict import predict
 from zeroshard.planner.predict.result import Prediction
@@ -25,6 +24,7 @@ from zeroshard.planner.search.auto import best_plans, on_rank_zero, refuse_chose
 from zeroshard.planner.search.search import Say, search
 from zeroshard.planner.search.text import describe, short
 from zeroshard.planner.search.this_machine import local_machines
+from zeroshard.planning.settings import flat
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.folder import SAME, unfinished
 from zeroshard.train.option_names import in_options

@@ -212,6 +212,12 @@ class Flat:
             self.kinds = kinds
             self._show(present)
 
+    def unwatch(self) -> None:
+        """Make the parameters ordinary ones again, for another flat of them."""
+        for parameter in self.parameters if self.kinds is not None else ():
+            parameter.__class__ = nn.Parameter
+        self.kinds = None
+
     def attach(self) -> None:
         """Point every parameter at the buffer, which holds its values."""
         self._show(present=True)

@@ -12,6 +12,7 @@ from zeroshard.comm.mesh import Mesh
 from zeroshard.errors import ModelError, OptimizerError, PlanError
 from zeroshard.optim import StateLayout
 from zeroshard.optim.algorithms.tensor_optimizer import leading_shape
+from zeroshard.optim.slices.spans import SpanOptimizer
 from zeroshard.parts.place import Cuts, Split
 from zeroshard.plan import Plan
 
@@ -258,3 +259,15 @@ def unjoined(plan: Plan) -> str | None:
         ),
     )
     return next((reason for holds, reason in reasons if holds), None)
+
+
+def refuses_unfreezing(plan: Plan, optimizer: SpanOptimizer, ranks: int) -> str | None:
+    """The reason why parameters that were frozen when the engine was made cannot be trained later; None if they can."""
+    whole, name = optimizer.layout.whole is not None, type(optimizer.optimizer).__name__
+    found = (
+        (plan.streams, f"schedule={plan.pipeline.schedule!r} keeps several versions of the weights"),
+        (plan.overlap_gather, "overlap_gather=True gathers updated weights unit by unit, as they were at the start"),
+        (all((plan.offloading.parameters, plan.offloading.disk)), "parameters lie on a disk, laid out at the start"),
+        (whole and ranks > 1, f"{name} needs whole tensors, which are dealt out to the {ranks} ranks at the start"),
+    )
+    return next((reason for holds, reason in found if holds), None)

@@ -8,8 +8,8 @@ from typing import Literal
 
 from zeroshard.errors import PlanError
 from zeroshard.offload.policy import KINDS
-from zeroshard.parts.settings import flat
 from zeroshard.plan import Plan
+from zeroshard.planning.settings import flat
 from zeroshard.zero.byte_formulas import BytesPerParameter, state_bytes
 
 OPTIONS = {  # fields in which the plans differ, and their options of the command line

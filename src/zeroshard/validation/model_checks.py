@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zeroshard.access.writes import Writes
 from zeroshard.errors import ModelError, PlanError, UnusedParameterWarning
-from zeroshard.parts.part import Part, Parts
+from zeroshard.parts.part import Parts
 from zeroshard.parts.weights import ABSENT
 from zeroshard.precision.cast import DTYPES
 from zeroshard.quantized.weights import QuantizedWeight
@@ -42,7 +42,6 @@ class Running(Protocol):
         """Whether a forward or a backward of the model is under way."""
 
 
-PartOf = Mapping[int, Part]  # by the identity of the parameter
 FIRST_STEPS = 2  # after which a parameter of an adapter has had a gradient; a zero counts as one
 
 
@@ -106,14 +105,13 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def guard(model: nn.Module, parts: Parts, forward: Running, staged: bool) -> None:
+def guard(model: nn.Module, forward: Running, staged: bool) -> None:
     """Make calls raise that load, save or move parameters of `model` without the engine."""
-    part_of = {id(parameter): part for part in parts.all for parameter in part.flat.parameters}
     for module in model.modules():
         vars(module)["_apply"] = _Apply(module, forward)
         if module._parameters:
-            module.register_load_state_dict_pre_hook(Hook(partial(_refuse_load, part_of, forward, staged)))
-            module.register_state_dict_pre_hook(Hook(partial(_refuse_absent, part_of)))
+            module.register_load_state_dict_pre_hook(Hook(partial(_refuse_load, forward, staged)))
+            module.register_state_dict_pre_hook(Hook(partial(_refuse_absent, forward)))
 
 
 def _has_engine(module: nn.Module) -> bool:
@@ -202,7 +200,6 @@ def warn_of_unused(parts: Parts, never_written: Sequence[str]) -> None:
 
 
 def _refuse_load(
-    part_of: PartOf,
     forward: Running,
     staged: bool,
     module: nn.Module,
@@ -215,7 +212,7 @@ def _refuse_load(
     for name, parameter in module._parameters.items():
         if parameter is None or prefix + name not in values or (forward.writes.allowed and not assign):
             continue
-        part = part_of.get(id(parameter))
+        part = forward.writes.part_of(parameter)
         whole = "Call engine.load_state_dict(state) or engine.load_weights(path) on every rank"
         way = f"{whole}, or write `with engine.gathered(): model.load_state_dict(...)`"
         if staged:
@@ -230,10 +227,10 @@ def _refuse_load(
         raise PlanError(f"load_state_dict cannot write '{prefix + name}' now: {lost}. {way}.")
 
 
-def _refuse_absent(part_of: PartOf, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+def _refuse_absent(forward: Running, module: nn.Module, prefix: str, keep_vars: bool) -> None:
     """Refuse a `state_dict` of a module whose values are on other ranks."""
     for name, parameter in module._parameters.items():
-        part = part_of.get(id(parameter))
+        part = forward.writes.part_of(parameter)
         if not keep_vars and part is not None and part.weights.residence in ABSENT:
             raise PlanError(
                 f"The parameters are sliced (zero=3), so '{prefix + name}' in the state_dict would hold NaN. Use "

@@ -20,8 +20,8 @@ from zeroshard.comm.mesh import wait_for_ranks
 from zeroshard.errors import DivergenceError, PlanError
 from zeroshard.parts.part import Part, Parts
 from zeroshard.parts.place import Axis, boxes_of
-from zeroshard.parts.settings import flat
 from zeroshard.plan import Plan
+from zeroshard.planning.settings import flat
 from zeroshard.step.decision import compare, settings_of
 from zeroshard.units.flat import digest_of
 from zeroshard.version import __version__

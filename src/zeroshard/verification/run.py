@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from zeroshard.errors import ModelError, PlanError, ZeroshardError
-from zeroshard.parts.settings import flat
 from zeroshard.plan import Plan
+from zeroshard.planning.settings import flat
 from zeroshard.verification.bisect import Bisection
 from zeroshard.verification.compare import Side, tensors
 from zeroshard.verification.job import LossOf, OptimizerOf, VerificationJob, default_ranks

@@ -6,19 +6,22 @@ by actions of a pipeline (`ByChunk`). Updated slices of `Arriving` ones come dur
 
 import contextlib
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 import torch
 
 from zeroshard.comm.collectives import Comm, Purpose
+from zeroshard.comm.mesh import Mesh
 from zeroshard.errors import CommError, PlanError
 from zeroshard.memory.ledger import Category, Ledger
 from zeroshard.memory.transfers import Task
 from zeroshard.parts.part import LateUpdates
+from zeroshard.parts.place import Axis
 from zeroshard.parts.planned import Planned, Wire, Work, on_device
 from zeroshard.parts.weights import Gatherer, Residence, Weights, arrived, withhold
+from zeroshard.platform.accelerator import is_accelerator
 from zeroshard.units import Flat, Unit
 
 
@@ -44,6 +47,16 @@ class Mapped(Weights):
         if values is not None:
             self.own.copy_(self._part(values))
         self.flat.attach()
+
+    def free(self, for_good: bool = False) -> None:
+        """For good: strike this rank's slice out of the ledger, and give its pages back."""
+        if not for_good:
+            return
+        index, label, size = self.flat.index, f"parameters {self.flat.label}", self.flat.dtype.itemsize
+        padding = index.padding_in(*index.interval(self.rank)) * size
+        self._ledger.give(Category.PARAMETERS, self.own_numel * size, label, padding)
+        assert self._comm.shared is not None
+        self._comm.shared.memory.give_back(self.own)
 
     @property
     def visible(self) -> torch.Tensor:
@@ -89,6 +102,9 @@ class Keeper(Protocol):
     def slab(self, numel: int, dtype: torch.dtype, label: str, padding: int) -> torch.Tensor:
         """Memory for a slice [numel], whose last `padding` elements are padding."""
 
+    def drop(self, weights: "Sliced") -> None:
+        """Free a slice, which other weights replace."""
+
     def bring(self, weights: "Sliced", into: torch.Tensor, purpose: Purpose) -> tuple[torch.Tensor, Task | None]:
         """Start to copy the slice to the device; returns its memory [S] there, and the task to wait for.
 
@@ -115,6 +131,12 @@ class OnDevice:
     def slab(self, numel: int, dtype: torch.dtype, label: str, padding: int) -> torch.Tensor:
         """Memory for a slice [numel], whose last `padding` elements are padding."""
         return self._ledger.empty(numel, dtype, self._device, Category.PARAMETERS, label, padding)
+
+    def drop(self, weights: "Sliced") -> None:
+        """Strike a slice out of the ledger."""
+        index, label, size = weights.flat.index, f"parameters {weights.flat.label}", weights.flat.dtype.itemsize
+        padding = index.padding_in(*index.interval(weights.rank)) * size
+        self._ledger.give(Category.PARAMETERS, weights.own_numel * size, label, padding)
 
     def bring(self, weights: "Sliced", into: torch.Tensor, purpose: Purpose) -> tuple[torch.Tensor, Task | None]:
         """The slice, which is on the device, once its update has ended."""
@@ -198,8 +220,10 @@ class Sliced(Weights):
         self.full = torch.empty_like(self.full)
         self.flat.bind(self.full)
 
-    def free(self) -> None:
-        """Keep only this rank's slice."""
+    def free(self, for_good: bool = False) -> None:
+        """Keep only this rank's slice; for good, not even that."""
+        if for_good:
+            self._keeper.drop(self)
         if self.residence is Residence.SLICED:
             return
         self.finish_gather()
@@ -375,3 +399,42 @@ class ByChunk(Gatherer):
             each.start_gather(Purpose.GATHER_PARAMETERS if trains else Purpose.GATHER_TO_EVALUATE)
         for each in several:
             each.finish_gather()
+
+
+def share_memory(
+    mesh: Mesh, slicing: Sequence[Axis], world: Comm, nbytes: Callable[[Axis], int], demanded: bool
+) -> None:
+    """Map memory that the ranks of each axis share, where the machine allows it on all; a collective call.
+
+    Args:
+        slicing: the axes among whose ranks flats are sliced.
+        nbytes: gives the bytes that the ranks of an axis share.
+        demanded: whether the plan says so.
+
+    Raises:
+        PlanError: it is demanded, and cannot be.
+    """
+    several = [axis for axis in slicing if max(map(len, axis.groups)) > 1]
+    if not several:
+        return
+    reason: str | None = "the ranks do not compute on CPUs"
+    if not is_accelerator(mesh.device):
+        found = [axis.comm.share(nbytes(axis)) for axis in several if axis.size > 1]
+        mine = next(filter(None, found), None)
+        reasons = world.agree_on(mine, "shared memory")  # groups that differed would wait for ever
+        reason = next(filter(None, reasons), None)
+        for axis in several if reason is not None else ():
+            axis.comm.shared = None  # memory that only some ranks share would be waited for in vain
+    if reason is not None and demanded:
+        raise PlanError(f"transport='shared' cannot be: {reason}. Or leave transport='auto'.")
+
+
+def shared_bytes(stage: int, by_unit: bool, ranks: int, sizes: Sequence[int]) -> int:
+    """Bytes that ranks share under a stage of ZeRO.
+
+    Args:
+        by_unit: whether the gradients of one unit at a time are there, and not of all.
+        sizes: elements of each unit.
+    """
+    gradients = 4 * max(sizes, default=0) if by_unit else sum(sizes)
+    return 4 * ((sum(sizes) if stage else 0) + ranks * gradients)

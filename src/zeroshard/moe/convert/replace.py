@@ -29,7 +29,7 @@ from zeroshard.moe.convert.inlined import as_modules
 from zeroshard.moe.experts.experts import ExpertModules, Experts
 from zeroshard.moe.layer import MoE
 from zeroshard.moe.routing.presets import router_of
-from zeroshard.parts.settings import check_number, check_whole
+from zeroshard.planning.settings import check_number, check_whole
 from zeroshard.units.materialise import seed_of
 
 MakeRouter = Callable[[int, int], nn.Module]

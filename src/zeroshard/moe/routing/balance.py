@@ -13,7 +13,7 @@ from torch import Tensor
 from zeroshard.errors import PlanError
 from zeroshard.moe.routing.record import TokenGroups
 from zeroshard.moe.routing.selection import largest
-from zeroshard.parts.settings import check_choice
+from zeroshard.planning.settings import check_choice
 
 Sum = Callable[[Tensor], Tensor]  # of counts [E] of one microbatch: those of more of the batch
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from zeroshard.errors import PlanError
 from zeroshard.moe.routing.balance import Losses
 from zeroshard.moe.routing.selection import PRIORITIES, Capacity, ExpertChoice, GroupLimited, largest
-from zeroshard.parts.settings import check_choice, check_number, check_whole
+from zeroshard.planning.settings import check_choice, check_number, check_whole
 
 KINDS = ("learned", "normal", "uniform", "jitter", "gumbel")
 

@@ -13,7 +13,7 @@ from zeroshard.moe.routing.gating import Gating, Noise
 from zeroshard.moe.routing.record import Routing, TokenGroups
 from zeroshard.moe.routing.router import Router
 from zeroshard.moe.routing.selection import largest
-from zeroshard.parts.settings import check_whole
+from zeroshard.planning.settings import check_whole
 
 PAPER = Losses(importance=0.1, load=0.1)
 

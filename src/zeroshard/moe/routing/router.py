@@ -22,7 +22,7 @@ from zeroshard.moe.routing.balance import (
 from zeroshard.moe.routing.gating import Gating
 from zeroshard.moe.routing.record import Routing, TokenGroups
 from zeroshard.moe.routing.selection import ExpertChoice, GroupLimited, largest, serving_order, with_place
-from zeroshard.parts.settings import check_whole
+from zeroshard.planning.settings import check_whole
 from zeroshard.precision.cast import FP32, RETURNS_FP32
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zeroshard.errors import PlanError
 from zeroshard.moe.routing.record import TokenGroups
-from zeroshard.parts.settings import check_choice, check_flag, check_number, check_whole
+from zeroshard.planning.settings import check_choice, check_flag, check_number, check_whole
 
 
 def largest(scores: Tensor, k: int) -> Tensor:

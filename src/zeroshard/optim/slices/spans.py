@@ -179,6 +179,7 @@ class SpanOptimizer:
         self.owners = Owners()
         self._ledger = ledger
         self._spans: list[list[SliceSpan]] = []
+        self._installed = 0  # lists of spans that the optimizer has
         self._tiers: list[str | None] = []
         self._states_bytes = {"device": 0, "host": 0}  # entered into the ledger by this object
         self._seen_bytes = {"device": 0, "host": 0}  # of scalars, likewise
@@ -232,12 +233,17 @@ class SpanOptimizer:
         return ((high - low) // width, *entry.shape[1:]), rows
 
     def install_spans(self) -> None:
-        """Give the optimizer its spans, once all are made and have their values, which other ranks may write."""
-        templates = self.sizes.templates
-        fresh = [(span, fresh_state(self.optimizer, templates[span.group], span.tensor)) for span in self.every]
-        self.held.states.clear()
+        """Give the optimizer its spans, once all are made and have their values, which other ranks may write.
+
+        Later calls add those made since; the others keep their states.
+        """
+        templates, new = self.sizes.templates, [span for spans in self._spans[self._installed :] for span in spans]
+        fresh = [(span, fresh_state(self.optimizer, templates[span.group], span.tensor)) for span in new]
+        if not self._installed:
+            self.held.states.clear()
+        self._installed = len(self._spans)
         self.held.states.update((span.tensor, state) for span, state in fresh if state)
-        self._refill_groups()
+        self.refill_groups()
         self.account()
 
     @property
@@ -270,7 +276,7 @@ class SpanOptimizer:
             after.extend(self._split(span, [span.start, *inner, span.stop]) if inner else [span])
         if len(after) != len(before):
             self._spans[number] = after
-            self._refill_groups()
+            self.refill_groups()
 
     def rebind(self, number: int, owned: torch.Tensor, start: int) -> None:
         """Point one flat's spans at `owned`, which begins at `start` and holds the same values."""
@@ -388,7 +394,8 @@ class SpanOptimizer:
             parts.append(part)
         return parts
 
-    def _refill_groups(self) -> None:
+    def refill_groups(self) -> None:
+        """Give each group of the optimizer its spans."""
         every, groups = self.every, range(len(self.optimizer.param_groups))
         self.held.fill([[span.tensor for span in every if span.group == group] for group in groups])
 

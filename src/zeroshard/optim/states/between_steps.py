@@ -18,7 +18,7 @@ import torch
 from zeroshard.comm.collectives import Comm
 from zeroshard.errors import OptimizerError
 from zeroshard.optim.slices.spans import SpanOptimizer, put_back
-from zeroshard.optim.states.by_parameter import ByParameter, shown_parameters
+from zeroshard.optim.states.by_parameter import ByParameter, given_parameter, shown_parameters
 from zeroshard.optim.states.other_forms import Members
 from zeroshard.optim.trial.dependence import Effect, MethodCall, effect_of
 from zeroshard.parts.part import Parts
@@ -54,6 +54,7 @@ class BetweenSteps:
         flush: Callable[[], None],
     ) -> None:
         self._spans, self._parts, self._world = assembly.optimizer, assembly.parts, world
+        self._members = members
         optimizer, parts = self._spans, self._parts
         self._states = ByParameter(optimizer, parts, world, members)
         self._called: dict[str, MethodCall] = {}  # latest calls that wrote; they may have made states
@@ -63,7 +64,7 @@ class BetweenSteps:
         calls: dict[str, Callable[..., Any]] = {
             name: partial(BetweenSteps.call, name=name) for name in _methods(type(user))
         }
-        calls |= {"zero_grad": BetweenSteps.zero_grad, "add_param_group": BetweenSteps.refuse_group}
+        calls |= {"zero_grad": BetweenSteps.zero_grad, "add_param_group": BetweenSteps.add_group}
         calls |= {"state_dict": BetweenSteps.state_dict, "load_state_dict": BetweenSteps.load_state_dict}
         for name, call in calls.items():
             setattr(user, name, _bound(self, user, name, call))
@@ -74,18 +75,32 @@ class BetweenSteps:
         if discard is not None:
             discard(set_to_none)
 
-    def refuse_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse a new group.
+    def add_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of frozen parameters, which are trained once they require gradients; a collective call.
 
         Raises:
-            OptimizerError: always.
+            OptimizerError: some are not in the model, in a group already, or not on every rank.
         """
-        raise OptimizerError(
-            "add_param_group was called after the engine was made, which gives every parameter its slice and "
-            "states at the start; the new group would never be trained. Put all parameters into the optimizer "
-            "first, and freeze those that are to be trained later with requires_grad_(False) after the engine is "
-            "made."
-        )
+        given = param_group["params"]
+        given = [given] if isinstance(given, torch.Tensor) else list(given)
+        entries = ((part.flat, n) for part in self._parts.all if part.gradients is None
+                   for n in range(len(part.flat.parameters)))  # fmt: skip
+        names = {id(flat.parameters[n]): flat.index.entries[n].name for flat, n in entries}
+        taken = {member.name for group in self._members for member in group}
+        fits = bool(given) and all(names.get(id(p), "") not in {"", *taken} for p in given)
+        if not all(self._world.agree_on(fits, "engine.optimizer.add_param_group()")):
+            raise OptimizerError(
+                "add_param_group was called after the engine was made with parameters that it cannot add: each must be "
+                "one of the model's that was frozen when the engine was made, in no group, and on every rank (not in "
+                "one stage of several). Put all parameters into the optimizer first, and freeze those that are to be "
+                "trained later with requires_grad_(False)."
+            )
+        optimizer = self._spans.optimizer
+        type(optimizer).add_param_group(optimizer, {**param_group, "params": given})
+        group = optimizer.param_groups[-1]
+        self._spans.sizes.templates.append({key: value for key, value in group.items() if key != "params"})
+        self._members.append([given_parameter(names[id(p)], p) for p in given])
+        self._spans.refill_groups()
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state dict of the same optimizer in a plain loop, on every rank; a collective call."""

@@ -41,6 +41,11 @@ def members_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> Members:
     return members
 
 
+def given_parameter(name: str, parameter: nn.Parameter) -> GivenParameter:
+    """A parameter of a group, which may be on the meta device."""
+    return GivenParameter(name, nn.Parameter(_hollow(parameter), parameter.is_floating_point()))
+
+
 class ByParameter:
     """The states of an engine's optimizer by parameter.
 

@@ -44,7 +44,7 @@ class GivenParameter(NamedTuple):
     others: tuple[str, ...] = ()
 
 
-Members = Sequence[Sequence[GivenParameter]]  # of each group
+Members = list[list[GivenParameter]]  # of each group
 
 
 def gathered_states(given: Any, world: Comm) -> StateDict:

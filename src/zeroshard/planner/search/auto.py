@@ -13,7 +13,6 @@ from zeroshard.comm.collectives import Comm
 from zeroshard.comm.mesh import Mesh, init_mesh
 from zeroshard.doctor.hardware import Machines
 from zeroshard.errors import BatchError, CommError, PlanError, ZeroshardError
-from zeroshard.parts.settings import flat
 from zeroshard.plan import SEARCHED, Plan
 from zeroshard.planner.choices import choices_of
 from zeroshard.planner.predict.copies import zeroed_copy
@@ -25,6 +24,7 @@ from zeroshard.planner.search.kept import search_once
 from zeroshard.planner.search.search import Say
 from zeroshard.planner.search.text import alike, describe, short
 from zeroshard.planner.search.this_machine import local_machines
+from zeroshard.planning.settings import flat
 
 NAMED = 2  # kinds of refusals that are shown
 
