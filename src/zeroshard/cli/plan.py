@@ -22,8 +22,9 @@ from zeroshard.doctor.hardware import Machines
 from zeroshard.errors import ConfigError
 from zeroshard.plan import Plan
 from zeroshard.planner.predict.predict import predict, way_of
-from zeroshard.planner.predict.rehearse import TrainingTask, quiet
+from zeroshard.planner.predict.rehearse import TrainingTask
 from zeroshard.planner.predict.result import Found, Prediction
+from zeroshard.planner.predict.shallow import quiet
 from zeroshard.planner.predict.torch_internals import fakes
 from zeroshard.planner.search.adapted import trained_as, with_adapters
 from zeroshard.planner.search.kept import search_once

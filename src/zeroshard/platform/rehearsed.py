@@ -98,6 +98,7 @@ class Rehearsal(Platform):
         task_seconds: gives the time of a copy between tiers, or of a host job; 0 by default.
         make_on_host: makes each buffer that is not on the device.
         host_room: bytes of host memory for this rank.
+        accelerated: whether the ranks are assumed to have accelerators, whose collectives send all slices at once.
     """
 
     imitates: ClassVar[bool] = True
@@ -115,6 +116,7 @@ class Rehearsal(Platform):
     task_seconds: Callable[[Task], float] = lambda task: 0.0
     make_on_host: Make = lambda numel, dtype: torch.zeros(numel, dtype=dtype)
     host_room: int = 0
+    accelerated: bool = False
 
     def part(self, ranks: Sequence[int]) -> "Rehearsal":
         """The rehearsal of a mesh of some of the ranks."""
@@ -198,6 +200,7 @@ class RehearsedNetwork(Network):
     def __init__(self, rank: int, ranks: int, device: torch.device, rehearsal: Rehearsal) -> None:
         super().__init__(rank, ranks, device)
         self._rehearsal = rehearsal
+        self._rotates = self._rotates and not rehearsal.accelerated
 
     def gather(self, full: torch.Tensor, own: torch.Tensor, group: Group, bounds: Bounds = None) -> dist.Work:
         """A gather in which every rank holds `own`."""

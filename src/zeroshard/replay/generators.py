@@ -22,7 +22,9 @@ Source = tuple[Callable[[], Any], Callable[[Any], Any]]  # reads a state, writes
 Step = Callable[[Any], Iterable[Any]]  # the values reached from a value in one step
 KINDS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
 LEAVES = (str, bytes, int, float, complex, Tensor, torch.dtype, torch.device, CodeType, type(None))
-LIBRARIES = frozenset({"torch", "numpy", "random", "zeroshard", "builtins", "typing", "collections", "functools"})
+LIBRARIES = frozenset(
+    {"torch", "numpy", "random", "zeroshard", "builtins", "typing", "collections", "functools", "sympy", "mpmath"}
+)
 MOST = 20_000  # values that are looked at
 PYTHON_AND_NUMPY: Sequence[Source] = (
     (random.getstate, random.setstate),
@@ -159,6 +161,8 @@ def _in_library(value: Any) -> bool:
 
 
 def _source_of(value: Any) -> Source | None:
+    if isinstance(value, random.SystemRandom):  # it draws from the operating system, and has no state
+        return None
     if isinstance(value, random.Random):
         return value.getstate, value.setstate
     if isinstance(value, torch.Generator):

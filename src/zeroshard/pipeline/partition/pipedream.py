@@ -336,11 +336,12 @@ class _Table:
 
     def _last(self, n: int, rest: int) -> list[list[float]]:
         """T^k(i, j, n) of stages behind a cut, by j and i, with `rest` parts of this component after them."""
-        if (n, rest) not in self.lasts:
-            self.lasts[n, rest] = [
+        key = n, rest if self.task.counts_versions else 0  # else they do not depend on what comes after
+        if key not in self.lasts:
+            self.lasts[key] = [
                 [self._stage(i, j, n, rest, cut=True) for i in range(j + 1)] for j in range(len(self.task.layers))
             ]
-        return self.lasts[n, rest]
+        return self.lasts[key]
 
     def _stage(self, i: int, j: int, n: int, rest: int, cut: bool) -> float:
         objective = self.task.objective

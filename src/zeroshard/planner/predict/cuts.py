@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,8 +17,8 @@ from zeroshard.pipeline.partition.measure import measure
 from zeroshard.pipeline.partition.pipedream import partition
 from zeroshard.pipeline.partition.profile import LayerCost
 from zeroshard.planner.predict.memory_tracker import Tracker
-from zeroshard.planner.predict.rehearse import Rates, TrainingTask, quiet
-from zeroshard.planner.predict.shallow import FEW, cut, stacks_of
+from zeroshard.planner.predict.rehearse import Rates, TrainingTask
+from zeroshard.planner.predict.shallow import FEW, quiet, shallow_copies
 from zeroshard.planner.predict.torch_internals import Results, fakes
 from zeroshard.platform.rehearsed import Clock
 from zeroshard.step.batch import call_with, loss_in
@@ -39,10 +40,13 @@ class Layers:
         """
         if chunks > len(self.costs):
             raise PlanError(f"{len(self.costs)} blocks do not make {chunks} chunks; use at most {len(self.costs)}.")
-        if chunks == 1:
-            return ()
-        found = partition(self.costs, Cluster.flat(chunks, self.bandwidth), shape="straight")
-        return tuple(self.names[stage.first] for stage in found.stages[1:])
+        return _split(self, chunks) if chunks > 1 else ()
+
+
+@lru_cache(maxsize=64)
+def _split(layers: Layers, chunks: int) -> tuple[str, ...]:
+    found = partition(layers.costs, Cluster.flat(chunks, layers.bandwidth), shape="straight")
+    return tuple(layers.names[stage.first] for stage in found.stages[1:])
 
 
 def layers_of(task: TrainingTask, machines: Machines, rows: int) -> Layers:
@@ -54,14 +58,12 @@ def layers_of(task: TrainingTask, machines: Machines, rows: int) -> Layers:
     Raises:
         ModelError: the model is no chain of blocks.
     """
-    clock = Clock()
+    clock, stacks = Clock(), task.facts.stacks
     rates = Rates(clock, machines)
+    deep = stacks[0] if len(stacks) == 1 and stacks[0].depth > FEW else None
+    build = task.build if deep is None else shallow_copies(task.build, {deep.path: FEW})
     with fakes() as mode, quiet(), Tracker(rates.hear, answers=True, results=Results(mode)):
-        model = task.build()
-        stacks = stacks_of(model)
-        deep = stacks[0] if len(stacks) == 1 and stacks[0].depth > FEW else None
-        if deep is not None:
-            cut(model, {deep.path: FEW})
+        model = build()
         batch = task.batch(rows)
         on_meta = any(parameter.is_meta for parameter in model.parameters())
         loss_of = task.loss or (lambda output, batch: loss_in(output))

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from zeroshard.planner.predict.torch_internals import (
     ANSWERS,
@@ -99,13 +98,12 @@ class Tracker(DispatchMode):
         result = run(*args, **kwargs) if self._results is None else self._results.of(func, run, args, kwargs)
         if not self._looks:
             return result
-        on_host = self._has_host_tensors and self._is_on_host((args, kwargs))
+        on_host = self._has_host_tensors and self._is_on_host(args, kwargs)
         if isinstance(result, torch.Tensor):
             self.see(result, on_host)
         elif result is not None:
-            for leaf in tree_leaves(result):
-                if isinstance(leaf, torch.Tensor):
-                    self.see(leaf, on_host)
+            for one in _tensors_in((result,)):
+                self.see(one, on_host)
         if self._beside is not None and (extra := self._beside(func, args, result)):
             self._add(extra)
             self._add(-extra)
@@ -234,17 +232,28 @@ class Tracker(DispatchMode):
             if self._list is not None:
                 self._list()
 
-    def _is_on_host(self, arguments: Any) -> bool:
+    def _is_on_host(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the inputs of an operation are on the host, single numbers aside."""
-        tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
+        tensors = _tensors_in((*args, *kwargs.values()))
         marks = [self._shared.get(t.untyped_storage()._cdata, 1) == 0 for t in tensors if t.layout is torch.strided]
         large = [mark for mark, tensor in zip(marks, tensors, strict=False) if tensor.dim() or mark]
         return bool(large) and all(large)
 
     def _tell(self, func: Packet, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, on_host: bool) -> None:
         assert self._listener is not None
-        tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]
+        tensors = _tensors_in((args, *kwargs.values(), result))
         if tensors:
             moved = sum(tensor.numel() * tensor.itemsize for tensor in tensors)
             floating = next((t.dtype for t in tensors if t.is_floating_point()), tensors[0].dtype)
             self._listener(flops_of(func, args, kwargs, result), moved, floating, on_host)
+
+
+def _tensors_in(values: Any) -> list[torch.Tensor]:
+    """The tensors among an operator's arguments or results, which lie in tuples and lists."""
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            found += _tensors_in(value)
+    return found

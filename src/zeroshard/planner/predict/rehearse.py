@@ -6,10 +6,8 @@ have in the run, and the tracker sees torch's other allocations.
 
 import contextlib
 import time
-import warnings
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -31,7 +29,7 @@ from zeroshard.plan import Plan
 from zeroshard.planner.choices import choices_of, schedule_of
 from zeroshard.planner.predict.memory_tracker import Tracker
 from zeroshard.planner.predict.result import TEMPORARIES, Span
-from zeroshard.planner.predict.shallow import ModelFacts, facts_of_model
+from zeroshard.planner.predict.shallow import ModelFacts, facts_of_model, quiet, whole_model
 from zeroshard.planner.predict.torch_internals import Results, fakes, in_backward
 from zeroshard.planner.predict.workspaces import beside_results
 from zeroshard.platform.rehearsed import Clock, Rehearsal
@@ -94,9 +92,8 @@ class TrainingTask:
 
     @cached_property
     def facts(self) -> ModelFacts:
-        """The facts of the model, built without values."""
-        with fakes(), quiet():
-            return facts_of_model(self.build())
+        """The facts of the model."""
+        return facts_of_model(whole_model(self.build))
 
     @cached_property
     def layout(self) -> StateLayout:
@@ -106,7 +103,7 @@ class TrainingTask:
             OptimizerError: it does not run, or its parameters depend on each other.
         """
         with fakes(), quiet():
-            return layout_of(self.optimizer_of(self.build()))
+            return layout_of(self.optimizer_of(whole_model(self.build)))
 
     def optimizer_of(self, model: nn.Module, plan: Plan | None = None) -> torch.optim.Optimizer:
         """The optimizer over a model, under a plan."""
@@ -216,6 +213,7 @@ def rehearse(
             task_seconds=(lambda job: 0.0) if timed else rates.job,
             make_on_host=tracker.make_on_host,
             host_room=rates.host_room,
+            accelerated=machines is not None and machines.device.kind != "cpu",
         )
         elsewhere = contextlib.nullcontext() if beside is not None else as_on_devices()
         task = replace(task, made_aside=task.made_aside and beside is None)
@@ -455,14 +453,6 @@ def states_of(memory: Mapping[str, int]) -> int:
     """Bytes of model states among bytes by category."""
     wanted = (Category.PARAMETERS, Category.GRADIENTS, Category.MASTER_WEIGHTS, Category.OPTIMIZER_STATES)
     return sum(memory.get(str(category), 0) for category in wanted)
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Silence torch's warnings: in a rehearsal they do not concern the user."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def _thin(events: Sequence[Event]) -> list[Event]:

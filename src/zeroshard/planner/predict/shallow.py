@@ -4,10 +4,12 @@ Memory, traffic and time grow by the same amount with every further block once t
 give all others; tests compare them with the engine at full depth.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache, partial
+from functools import lru_cache
 
 from torch import nn
 
@@ -18,7 +20,7 @@ from zeroshard.planner.predict.copies import zeroed_copy
 from zeroshard.planner.predict.torch_internals import fakes
 
 FEW = 4  # blocks from which on every further one costs the same
-KEPT = 8  # models of different depths
+KEPT = 2  # whole models
 STACKS = (nn.ModuleList, nn.Sequential)
 
 
@@ -116,22 +118,48 @@ def shallow(build: Callable[[], nn.Module], depths: Mapping[str, int]) -> Callab
 
 
 def shallow_copies(build: Callable[[], nn.Module], depths: Mapping[str, int]) -> Callable[[], nn.Module]:
-    """The same without values: the whole model is built once for all calls, and its few blocks are copied in each."""
-    model = _built_once(build, tuple(depths.items()))
-    return shallow(build, depths) if model is None else partial(zeroed_copy, model)
+    """The same without values: each call copies few blocks of the whole model, which is built once for all."""
+
+    def copied() -> nn.Module:
+        with _few_blocks(whole_model(build), depths) as few:
+            return zeroed_copy(few)
+
+    try:
+        with fakes():
+            copied()
+    except PlanError:  # it cannot be copied
+        return shallow(build, depths)
+    return copied
 
 
 @lru_cache(maxsize=KEPT)
-def _built_once(build: Callable[[], nn.Module], depths: tuple[tuple[str, int], ...]) -> nn.Module | None:
-    """The model with few blocks; None where it cannot be copied."""
-    with fakes():
-        model = cut(build(), dict(depths))
+def whole_model(build: Callable[[], nn.Module]) -> nn.Module:
+    """The whole model without values, built once; callers leave it as it is."""
+    with fakes(), quiet():
+        return build()
+
+
+@contextmanager
+def _few_blocks(model: nn.Module, depths: Mapping[str, int]) -> Iterator[nn.Module]:
+    """The model, whose stacks have `depths` blocks inside."""
+    stacks = [model.get_submodule(path) for path in depths]
+    blocks, config = [dict(stack._modules) for stack in stacks], getattr(model, "config", None)
+    depth = getattr(config, "num_hidden_layers", None)
     try:
-        with fakes():
-            zeroed_copy(model)
-    except PlanError:
-        return None
-    return model
+        yield cut(model, depths)
+    finally:
+        for stack, held in zip(stacks, blocks, strict=True):
+            stack._modules.update(held)
+        if depth is not None:
+            config.num_hidden_layers = depth  # type: ignore[union-attr]
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence torch's warnings: in a rehearsal they do not concern the user."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _alike(blocks: Sequence[nn.Module]) -> bool:

@@ -6,8 +6,8 @@ from fractions import Fraction
 from zeroshard.moe.choice import mixtures_of
 from zeroshard.plan import Plan
 from zeroshard.planner.choices import choices_of
-from zeroshard.planner.predict.rehearse import TrainingTask, quiet
-from zeroshard.planner.predict.torch_internals import fakes
+from zeroshard.planner.predict.rehearse import TrainingTask
+from zeroshard.planner.predict.shallow import whole_model
 from zeroshard.planning.questions import Mixtures, States
 from zeroshard.units import find_units
 
@@ -39,15 +39,14 @@ def sizes_of(task: TrainingTask) -> Sizes:
     Raises:
         OptimizerError: the optimizer does not run, or its parameters depend on each other.
     """
-    with fakes(), quiet():
-        model = task.build()
-        parameters = list(model.parameters())
-        numbers = [p for p in parameters if p.is_floating_point()]
-        trainable = sum(p.numel() for p in numbers if p.requires_grad)
-        units = tuple(
-            sum(p.numel() for p in unit.parameters.values() if p.is_floating_point()) for unit in find_units(model)
-        )
-        mixtures = mixtures_of(model)
+    model = whole_model(task.build)
+    parameters = list(model.parameters())
+    numbers = [p for p in parameters if p.is_floating_point()]
+    trainable = sum(p.numel() for p in numbers if p.requires_grad)
+    units = tuple(
+        sum(p.numel() for p in unit.parameters.values() if p.is_floating_point()) for unit in find_units(model)
+    )
+    mixtures = mixtures_of(model)
     layout = task.layout
     frozen = sum(p.numel() for p in numbers) - trainable
     packed = sum(p.nbytes for p in parameters) - sum(p.nbytes for p in numbers)
