@@ -6,10 +6,10 @@ from functools import partial
 from typing import Any, TypeVar
 
 from zeroshard.errors import PlanError
-from zeroshard.pipeline.run.messages import UNDER_WAY
 from zeroshard.planning.offers import Fastest, Offer, Refused, Site, divisors
 from zeroshard.planning.questions import Choice, Description, LeftOut, Split, States
 from zeroshard.schedule import PipelineSchedule
+from zeroshard.schedule.lower import LOANS_UNDER_WAY
 
 FASTER: tuple[dict[str, Any], ...] = (
     {"pipeline_parallel.schedule": "interleaved", "pipeline_parallel.virtual_stages": 2},
@@ -77,7 +77,7 @@ class Stages(Choice):
         """
         if self.stages == 1:
             return usual
-        usual = 1 + UNDER_WAY if pipeline.loans else 2
+        usual = 1 + LOANS_UNDER_WAY if pipeline.loans else 2
         in_flight = 2 * self.stages * self.chunks
         return max(usual, 2 + -(-in_flight // self.microbatches)) if pipeline.streams else usual
 

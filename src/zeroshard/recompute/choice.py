@@ -29,6 +29,11 @@ class Recomputing(Choice):
         return Description(settings=SHOWN.get(self.recompute, (f"recompute {self.recompute}",)) + compressed)
 
     @property
+    def in_blocks(self) -> bool:
+        """Whether of each block, or of a stage's chunk, its inputs alone are kept until its backward."""
+        return self.recompute == "blocks"
+
+    @property
     def alike(self) -> bool:
         """With segments by the square root, or within a budget, a further block costs other than the last."""
         return self.recompute not in ("sqrt", "auto")

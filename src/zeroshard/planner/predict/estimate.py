@@ -2,16 +2,18 @@
 
 Two rehearsals of a single rank, with one row and with two, give the memory and time of a microbatch of any size; two
 more for each number of ranks that split layers, alone too. Model states come from the formulas, traffic from the ZeRO
-paper's volumes, waits for other stages from (D - 1) of m microbatches (GPipe, 1811.06965, section 2.3). Refusals and
-final figures never come from here.
+paper's volumes, waits for other stages from (D - 1) of m microbatches (GPipe, 1811.06965, section 2.3); with
+recomputation, activations by the shares of inputs and of saved tensors in a chain's layers, and a forward more
+(1604.06174). Refusals and final figures never come from here.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zeroshard.doctor.hardware import Machines
 from zeroshard.engine.techniques import data_ranks_of
 from zeroshard.memory.ledger import Category
+from zeroshard.pipeline.partition.profile import LayerCost
 from zeroshard.plan import Plan
 from zeroshard.planner.choices import choices_of
 from zeroshard.planner.predict.predict import predict
@@ -21,6 +23,8 @@ from zeroshard.planner.predict.states import Sizes, least_bytes, states_of
 
 STATES = (Category.PARAMETERS, Category.GRADIENTS, Category.MASTER_WEIGHTS, Category.OPTIMIZER_STATES)
 MODEL_STATES = "model states"  # all four, as one category
+SUM = 4  # bytes of an element of gradients that are summed over microbatches
+RECOMPUTED = 4 / 3  # times the seconds of a plan that computes its forwards twice
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,7 @@ class Estimator:
 
     Attributes:
         together: ranks of the replica, which split layers; the estimated plans have as many.
+        layers: the costs of its layers; None for a model that is no chain.
     """
 
     machines: Machines
@@ -37,10 +42,22 @@ class Estimator:
     together: int
     one: Prediction
     two: Prediction
+    layers: Sequence[LayerCost] | None = None
 
     @classmethod
-    def of(cls, task: TrainingTask, base: Plan, machines: Machines, sizes: Sizes, together: int = 1) -> "Estimator":
+    def of(
+        cls,
+        task: TrainingTask,
+        base: Plan,
+        machines: Machines,
+        sizes: Sizes,
+        together: int = 1,
+        like: "Estimator | None" = None,
+    ) -> "Estimator":
         """Rehearse one replica alone.
+
+        Args:
+            like: for another number of ranks, whose growth from one row to two is taken as this one's.
 
         Raises:
             ZeroshardError: the engine refuses the task.
@@ -48,11 +65,12 @@ class Estimator:
         alone = replace(machines, count=together, per_node=together)
         plan = replace(base, zero=0, pipeline_parallel=1, microbatches=1)
         plan = plan.with_settings({"tensor_parallel.ranks": together})
-        one, two = (predict(task, plan, alone, rows) for rows in (1, 2))
+        one = predict(task, plan, alone, 1)
+        two = predict(task, plan, alone, 2) if like is None else like._grown(one)
         return cls(machines, sizes, task.sequence, together, one, two)
 
     def prediction(self, plan: Plan, rows: int) -> Prediction:
-        """The first estimate of a plan, without its offload and recomputation.
+        """The first estimate of a plan, without its offload.
 
         Args:
             rows: of one data rank in one step.
@@ -60,9 +78,8 @@ class Estimator:
         ranks, each = self.machines.count, rows / plan.microbatches
         data_ranks = data_ranks_of(plan, ranks)
         beside = {name: 0 for name in self.one.memory if name not in STATES}
-        # The first of D stages keeps D microbatches of 1/D each.
-        part = min(1.0, plan.microbatches / plan.pipeline.stages)
-        kept = {name: round(part * self._at(name, each)) for name in beside}
+        kept = {name: round(self._kept_share(plan) * self._at(name, each)) for name in beside}
+        kept[Category.BUFFERS] = kept.get(Category.BUFFERS, 0) + self._summed(plan, data_ranks)
         return replace(
             self.one,
             plan=plan,
@@ -81,6 +98,33 @@ class Estimator:
             notes=(),
         )
 
+    def _grown(self, one: Prediction) -> Prediction:
+        """The prediction for two rows, from one for one row."""
+        pairs = ((self.one.memory, self.two.memory, one.memory), (self.one.causes, self.two.causes, one.causes))
+        memory, causes = (
+            {name: n * (high.get(name, n) / low[name] if low.get(name) else 1.0) for name, n in found.items()}
+            for low, high, found in pairs
+        )
+        return replace(one, memory={name: round(n) for name, n in memory.items()}, causes=causes)
+
+    def _kept_share(self, plan: Plan) -> float:
+        """The share that the first stage keeps of a microbatch's activations in the whole model."""
+        stages, layers = plan.pipeline.stages, self.layers
+        in_flight = min(stages, plan.microbatches)
+        if layers is None or not choices_of(plan).recomputing.in_blocks:
+            return in_flight / stages  # of 1/D each
+        saved, inputs = max(one.saved_bytes for one in layers), max(one.activation_bytes for one in layers)
+        own = -(-len(layers) // stages)
+        blocks, kept = (own, in_flight) if stages > 1 else (1, own)
+        return (blocks * saved + kept * inputs) / max(1, sum(one.saved_bytes for one in layers))
+
+    def _summed(self, plan: Plan, data_ranks: int) -> int:
+        """Bytes of a stage's gradients beyond its states: summed in fp32, and on their way between its replicas."""
+        if plan.pipeline.stages == 1:
+            return 0
+        states = states_of(self.sizes, plan, self.machines.count)
+        return states.trainable * (SUM * (1 + (data_ranks > 1)) - states.gradient)
+
     def _at(self, category: str, rows: float) -> float:
         low, high = (one.memory.get(category, 0) for one in (self.one, self.two))
         return max(0.0, low + (rows - 1) * (high - low))
@@ -89,7 +133,8 @@ class Estimator:
         """Seconds by cause; traffic overlaps with the computation, and only the rest of it counts."""
         low, high = (one.causes["compute"] + one.causes.get("wire", 0.0) for one in (self.one, self.two))
         stages, m = plan.pipeline.stages, plan.microbatches
-        compute = m * max(0.0, low + (rows - 1) * (high - low)) / stages
+        again = RECOMPUTED if choices_of(plan).recomputing.in_blocks else 1.0
+        compute = again * m * max(0.0, low + (rows - 1) * (high - low)) / stages
         slicing = choices_of(plan).slicing
         update = self.one.causes.get("optimizer", 0.0) / stages / slicing.updated_by(data_ranks)
         width = states_of(self.sizes, plan, self.machines.count).parameter

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -20,8 +20,8 @@ from zeroshard.planner.predict.copies import zeroed_copy
 from zeroshard.planner.predict.torch_internals import fakes
 
 FEW = 4  # blocks from which on every further one costs the same
-KEPT = 2  # whole models
 STACKS = (nn.ModuleList, nn.Sequential)
+_whole_models: WeakKeyDictionary[Callable[[], nn.Module], nn.Module] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +132,12 @@ def shallow_copies(build: Callable[[], nn.Module], depths: Mapping[str, int]) ->
     return copied
 
 
-@lru_cache(maxsize=KEPT)
 def whole_model(build: Callable[[], nn.Module]) -> nn.Module:
     """The whole model without values, built once; callers leave it as it is."""
-    with fakes(), quiet():
-        return build()
+    if build not in _whole_models:
+        with fakes(), quiet():
+            _whole_models[build] = build()
+    return _whole_models[build]
 
 
 @contextmanager

@@ -6,7 +6,9 @@ is deterministic.
 
 [Note: plans that are left out] Kinds of plans that split layers are looked at where their first estimate is faster than
 the fastest plan found, or where no plan has been found to fit. Of many kinds, those with the fastest estimates come
-first, and those that are expected to be clearly slower than the fastest found are left out.
+first, and those that are expected to be clearly slower than the fastest found are left out; so is one that differs from
+a plan found to fit in its number of stages alone, and is slower by its estimate. Faster settings, such as other
+schedules, are tried for the fastest.
 
 [Note: variants] Variants of a plan, such as other numbers of ranks that share out experts, send, update or keep less
 for some messages more. They are looked at after the plan itself, each with microbatches of its own, as long as each is
@@ -18,6 +20,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from zeroshard.doctor.cpu_load import busy_cpus
@@ -25,6 +28,7 @@ from zeroshard.doctor.hardware import Machines
 from zeroshard.errors import PlanError, ZeroshardError
 from zeroshard.offload import choice as offload
 from zeroshard.pipeline import choice as pipeline
+from zeroshard.pipeline.partition.profile import LayerCost
 from zeroshard.plan import Plan
 from zeroshard.planner.choices import choices_of
 from zeroshard.planner.predict.adapters import NAMES
@@ -35,6 +39,7 @@ from zeroshard.planner.predict.rehearse import TrainingTask
 from zeroshard.planner.predict.result import Found, Prediction, Refusal
 from zeroshard.planner.predict.states import Sizes, least_bytes, sizes_of, states_of
 from zeroshard.planner.search.adapted import trained_as, with_adapters, with_optimizer
+from zeroshard.planner.search.expectations import Expectation, Shape, expectation_of
 from zeroshard.planner.search.nearest import nearest_ways
 from zeroshard.planner.search.progress import SearchProgress
 from zeroshard.planner.search.text import changes, lacking, short
@@ -50,24 +55,8 @@ MOST_TIMED = 8  # plans that are timed on this machine, the best by the rates of
 ENOUGH = 2  # plans that fit, from which on no others are tried that are slower or change results
 FEW_SHAPES = 5  # most kinds of plans without split layers that are all looked at
 BEHIND = 1.1  # times the seconds of the fastest plan: slower estimates are left out among many
-RECOMPUTED = 4 / 3  # times the seconds of a plan that computes its forwards twice
 Say = Callable[[str], None]
 Key = tuple[Plan, int]
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A plan without its microbatches.
-
-    Attributes:
-        rows: of one data rank.
-        together: tensor ranks.
-    """
-
-    plan: Plan
-    rows: int
-    offer: Offer
-    together: int = 1
 
 
 def search(
@@ -144,7 +133,7 @@ class _Search:
     _layers: Layers | str | None = None
     _sizes: Sizes | None = None
     _likely: dict[Plan, list[int]] = field(default_factory=dict)
-    _expected: dict[Plan, tuple[bool, float]] = field(default_factory=dict)
+    _expected: dict[Plan, Expectation] = field(default_factory=dict)
     _gain: float = 0.0  # least seconds of a variant relative to its plan; 0 before any is faster
     _whole: list[Refusal] = field(default_factory=list)  # of tensor-parallel plans for a model without layers to split
 
@@ -190,24 +179,32 @@ class _Search:
         whole = [shape for shape in shapes if shape.together == least]  # or with the least split that is asked for
         split = [shape for shape in shapes if shape.together > least and shape.plan in self._expected]
         many = len(whole) > FEW_SHAPES
-        usual = (False, 0.0)  # without an estimate: whether it fits, and its seconds
 
         def rank(shape: Shape) -> tuple[bool, float]:
-            fits, seconds = self._expected.get(shape.plan, usual)
-            return not fits, seconds
+            known = self._expected.get(shape.plan)
+            return (True, 0.0) if known is None else known.rank
 
         ordered = sorted(whole + split, key=rank) if many else whole + sorted(split, key=rank)
-        fastest = math.inf
+        fastest, best = math.inf, None
+        limits: dict[Plan | None, float] = {}  # by kind
         while ordered:
             shape, *ordered = ordered
             self.progress.begin(shape.plan)
-            fastest = min(fastest, self.try_with_variants(shape, many))
-            if self.fitting:
+            found = self.try_with_variants(shape, many)
+            if found < fastest:
+                fastest, best = found, shape
+            if best is not None:
+                if many and shape.plan.pipelined and found < math.inf:
+                    limits.setdefault(_kind(shape), rank(shape)[1])
                 limit = fastest * (BEHIND if many else 1.0)
-                behind = [s for s in ordered if (many or s.together > least) and rank(s)[1] >= limit]
+                behind = [
+                    s for s in ordered if (many or s.together > least) and rank(s)[1] >= limits.get(_kind(s), limit)
+                ]
                 for slow in behind:
                     self.progress.drop(slow.plan)
                 ordered = [s for s in ordered if s not in behind]
+        if many and best is not None:
+            self.try_faster(best)
         self.refused += self._whole
 
     def try_with_variants(self, shape: Shape, many: bool = False) -> float:
@@ -288,20 +285,15 @@ class _Search:
         hopeful = [shape for shape in shapes if self._least_bytes(shape.plan) <= room]
         estimators = self._estimators(dict.fromkeys(shape.together for shape in hopeful))
         for shape in (shape for shape in shapes if shape.together in estimators):
-            estimator, offer = estimators[shape.together], shape.offer
-            plans = [shape.plan, *self._variants(shape.plan)]
-            each = [[estimator.prediction(self._with(plan, m), shape.rows) for m in offer.counts] for plan in plans]
-            nears = [_near(offer, estimated) for estimated in each]
-            near = next(filter(None, nears), [])  # of the first shape that is expected to fit
-            chosen += near[:1]
+            offer, variants = shape.offer, self._variants(shape.plan)
+            found = expectation_of(shape, variants, estimators[shape.together])
+            chosen += found.near[:1]
+            self._likely |= found.likely
             if offer.counts:
-                again = 1.0 if near else RECOMPUTED if offer.leaner else math.inf
-                self._expected[shape.plan] = (bool(near), again * min(one.seconds for one in near or each[0]))
-            likely = [[one.plan.microbatches for one in found] for found in nears]
-            self._likely.update(zip(plans, likely, strict=True))
-            expected[shape.plan] = len(plans)
-            if likely[0]:
-                expected[shape.plan] += offer.order.looks(offer.counts, likely[0]) + offer.most_faster - 1
+                self._expected[shape.plan] = found
+            expected[shape.plan] = 1 + len(variants)
+            if likely := found.likely[shape.plan]:
+                expected[shape.plan] += offer.order.looks(offer.counts, likely) + offer.most_faster - 1
         self.progress = SearchProgress(expected)
         return sorted(chosen, key=lambda one: (one.seconds, one.peak_bytes))
 
@@ -311,7 +303,9 @@ class _Search:
         for together in sizes:
             self.say(f"{'one rank' if together == 1 else f'{together} ranks that split layers'}, for first estimates")
             try:
-                found[together] = Estimator.of(self.task, self.base, self.machines, self._sizes_of(), together)
+                like = next(iter(found.values()), None)
+                made = Estimator.of(self.task, self.base, self.machines, self._sizes_of(), together, like)
+                found[together] = replace(made, layers=self._costs())
             except ZeroshardError as error:
                 if together == 1:  # the search reports it, plan by plan
                     return {}
@@ -329,28 +323,35 @@ class _Search:
         """Find the microbatches of a shape, then faster settings; where none fit, try the leaner ones of its offer.
 
         Args:
-            many: whether faster settings are tried only where they could give the fastest plan.
+            many: whether shapes that are far too large are tried with leaner settings alone, and faster settings later.
         """
         offer, plan = shape.offer, shape.plan
         if not offer.counts:
             self._refuse(plan, shape.rows, *offer.without_counts)
             return
+        leaner, known = shape.leaner, self._expected.get(plan)
+        lean = replace(shape, plan=leaner, offer=replace(offer, order=offer.lean_order or offer.order))
+        if many and known is not None and known.far:
+            self.try_shape(lean, many)
+            return
         likely = self._likely.get(plan, [])
         found = offer.order.find(
             lambda count: self._rehearse(self._with(plan, count), shape.rows), offer.counts, likely
         )
-        leaner = plan.with_settings(offer.leaner)
         if found is not None and not found.fits and leaner != plan:
-            lean = replace(offer, order=offer.lean_order or offer.order)
-            self.try_shape(replace(shape, plan=leaner, offer=lean), many)
-        if not self._keep(found):
-            return
-        assert found is not None
-        if many and found.seconds - found.causes.get("bubble", 0.0) >= self._fastest:
+            self.try_shape(lean, many)
+        if self._keep(found) and not many:
+            self.try_faster(shape)
+
+    def try_faster(self, shape: Shape) -> None:
+        """Try faster settings, such as other schedules, for the fastest plan of a shape that fits."""
+        kinds = [self._with(plan, 1) for plan in (shape.plan, shape.leaner)]
+        found = min((p for p in self.fitting if _unsplit(p.plan) in kinds), key=lambda p: p.seconds, default=None)
+        if found is None or found.seconds - found.causes.get("bubble", 0.0) >= self._fastest:
             return
         m = found.plan.microbatches
-        for other in offer.faster(m, self._site):
-            again = self._rehearse(plan.with_settings({**other, "microbatches": m}), shape.rows)
+        for other in shape.offer.faster(m, self._site):
+            again = self._rehearse(_unsplit(found.plan).with_settings({**other, "microbatches": m}), shape.rows)
             if again is not None and again.fits:
                 self.fitting.append(again)
 
@@ -461,6 +462,12 @@ class _Search:
         """
         return len(self._layers_of(1).names)
 
+    def _costs(self) -> Sequence[LayerCost] | None:
+        """The costs of the model's layers, on several devices; None for a model that is no chain."""
+        with suppress(PlanError):
+            return self._layers_of(1).costs if self.machines.count > 1 else None
+        return None
+
     def _layers_of(self, rows: int) -> Layers:
         """The layers of the model, rehearsed once; relative times hardly depend on the rows."""
         if self._layers is None:
@@ -473,8 +480,12 @@ class _Search:
         return self._layers
 
 
-def _near(offer: Offer, estimated: Sequence[Prediction]) -> Sequence[Prediction]:
-    """The estimates, by microbatches, near the plan to be found; none if none fits."""
-    fitting = [one for one in estimated if one.fits]
-    usual = [one for one in fitting if one.plan.microbatches <= offer.usual]
-    return offer.order.near(usual) if usual else fitting[:1]
+def _kind(shape: Shape) -> Plan | None:
+    """The plan of a shape but for its number of stages; None without stages."""
+    settings = {"pipeline_parallel.stages": 2, "zero": 1, "microbatches": 2}
+    return shape.plan.with_settings(settings) if shape.plan.pipelined else None
+
+
+def _unsplit(plan: Plan) -> Plan:
+    """The plan of a shape, with one microbatch and without the cut that a rehearsal chose."""
+    return plan.with_settings({"microbatches": 1, "pipeline_parallel.split": ()})
