@@ -117,19 +117,19 @@ def test_plans_whose_states_alone_do_not_fit_are_never_rehearsed(asked: list[Pla
 
 def test_it_says_how_many_plans_are_left_and_about_how_long(searched: Search) -> None:
     counted = [line for line in searched.said if " plans" in line]
-    assert counted[0].startswith("0/") and "left" not in counted[0]
-    assert all(" s left: " in line for line in counted[1:])
+    assert counted[0].startswith("0/") and all(" s left: " in line for line in counted)
+    assert len({line.split(" plans")[0].split("/")[1] for line in counted}) == 1
     done, everything = (int(number) for number in counted[-1].split(" plans")[0].split("/"))
     assert done == len(counted) - 1 and 0 < everything - done <= 3
 
 
 def test_the_time_left_is_that_of_the_plans_ahead() -> None:
     """Four seconds per plan, and four times as many with stages."""
-    clock = iter([0.0, 4.0, 8.0, 24.0])
+    clock = iter([0.0, 4.0, 4.0, 8.0, 8.0, 24.0, 24.0])
     alone, staged = Plan(zero=0), Plan(zero=0, pipeline_parallel=2, microbatches=2)
-    progress = SearchProgress({alone: 2, staged: 2}, lambda: next(clock))
+    progress = SearchProgress({alone: 2, staged: 2}, 3.0, now=lambda: next(clock))
     progress.begin(alone)
-    assert progress.look(alone) == "0/4 plans: "
+    assert progress.look(alone) == "0/4 plans, about 30 s left: "
     assert progress.look(replace(alone, microbatches=2)) == "1/4 plans, about 36 s left: "
     progress.begin(staged)
     assert progress.look(staged) == "2/4 plans, about 32 s left: "

@@ -1,7 +1,14 @@
-"""Expectations of a search: first estimates of all kinds of plans, from which it knows where to begin."""
+"""Expectations of a search: first estimates of all kinds of plans, from which it knows where to begin.
+
+[Note: plans that are left out] Kinds of plans that split layers are looked at where their first estimate is faster than
+the fastest plan found, or where no plan has been found to fit. Of many kinds, those with the fastest estimates come
+first, and those that are expected to be clearly slower than the fastest found are left out; so is one that differs from
+a plan found to fit in its number of stages alone, and is slower by its estimate. Faster settings, such as other
+schedules, are tried for the fastest.
+"""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zeroshard.plan import Plan
@@ -9,6 +16,8 @@ from zeroshard.planner.predict.estimate import Estimator
 from zeroshard.planner.predict.result import Prediction
 from zeroshard.planning.offers import Offer
 
+FEW_SHAPES = 5  # most kinds of plans without split layers that are all looked at
+BEHIND = 1.1  # times the seconds of the fastest plan: slower estimates are left out among many
 FAR = 1.2  # times a device's memory: plans expected above it are left out among many, where leaner ones are likely
 
 
@@ -85,3 +94,58 @@ def _near(offer: Offer, estimated: Sequence[Prediction]) -> Sequence[Prediction]
     fitting = [one for one in estimated if one.fits]
     usual = [one for one in fitting if one.plan.microbatches <= offer.usual]
     return offer.order.near(usual) if usual else fitting[:1]
+
+
+def are_many(shapes: Sequence[Shape]) -> bool:
+    """Whether there are too many kinds of plans to look at all."""
+    return len(_with_least(shapes)) > FEW_SHAPES
+
+
+def in_turn(
+    shapes: Sequence[Shape],
+    expected: Mapping[Plan, Expectation],
+    attempt: Callable[[Shape], float],
+    drop: Callable[[Plan], None] = lambda plan: None,
+) -> Shape | None:
+    """Attempt shapes but those that are left out ([Note: plans that are left out]); returns the fastest.
+
+    Args:
+        attempt: returns the seconds of a shape; infinity where it does not fit.
+        drop: called with each shape that is left out.
+    """
+    many, whole = are_many(shapes), _with_least(shapes)
+    split = [shape for shape in shapes if shape not in whole and shape.plan in expected]
+
+    def rank(shape: Shape) -> tuple[bool, float]:
+        return expected[shape.plan].rank if shape.plan in expected else (True, 0.0)
+
+    ordered = sorted(whole + split, key=rank) if many else whole + sorted(split, key=rank)
+    fastest, best = math.inf, None
+    limits: dict[Plan | None, float] = {}  # by kind
+    while ordered:
+        shape, *ordered = ordered
+        found = attempt(shape)
+        if found < fastest:
+            fastest, best = found, shape
+        if best is None:
+            continue
+        if many and shape.plan.pipelined and found < math.inf:
+            limits.setdefault(_kind(shape), rank(shape)[1])
+        limit = fastest * (BEHIND if many else 1.0)
+        behind = [s for s in ordered if (many or s in split) and rank(s)[1] >= limits.get(_kind(s), limit)]
+        for slow in behind:
+            drop(slow.plan)
+        ordered = [s for s in ordered if s not in behind]
+    return best
+
+
+def _with_least(shapes: Sequence[Shape]) -> list[Shape]:
+    """Those without split layers, or with the least split that is asked for."""
+    least = min((shape.together for shape in shapes), default=1)
+    return [shape for shape in shapes if shape.together == least]
+
+
+def _kind(shape: Shape) -> Plan | None:
+    """The plan of a shape but for its number of stages; None without stages."""
+    settings = {"pipeline_parallel.stages": 2, "zero": 1, "microbatches": 2}
+    return shape.plan.with_settings(settings) if shape.plan.pipelined else None

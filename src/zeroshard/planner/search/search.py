@@ -4,12 +4,6 @@ For each number of ranks in a layer and of stages, ZeRO stage and schedule, the 
 bisection: memory rises with them. A plan whose states alone exceed a device is refused without a rehearsal. The search
 is deterministic.
 
-[Note: plans that are left out] Kinds of plans that split layers are looked at where their first estimate is faster than
-the fastest plan found, or where no plan has been found to fit. Of many kinds, those with the fastest estimates come
-first, and those that are expected to be clearly slower than the fastest found are left out; so is one that differs from
-a plan found to fit in its number of stages alone, and is slower by its estimate. Faster settings, such as other
-schedules, are tried for the fastest.
-
 [Note: variants] Variants of a plan, such as other numbers of ranks that share out experts, send, update or keep less
 for some messages more. They are looked at after the plan itself, each with microbatches of its own, as long as each is
 faster than the one before, or none has fitted yet; where the plan fits, only if they could give the fastest plan by the
@@ -39,7 +33,7 @@ from zeroshard.planner.predict.rehearse import TrainingTask
 from zeroshard.planner.predict.result import Found, Prediction, Refusal
 from zeroshard.planner.predict.states import Sizes, least_bytes, sizes_of, states_of
 from zeroshard.planner.search.adapted import trained_as, with_adapters, with_optimizer
-from zeroshard.planner.search.expectations import Expectation, Shape, expectation_of
+from zeroshard.planner.search.expectations import Expectation, Shape, are_many, expectation_of, in_turn
 from zeroshard.planner.search.nearest import nearest_ways
 from zeroshard.planner.search.progress import SearchProgress
 from zeroshard.planner.search.text import changes, lacking, short
@@ -52,9 +46,8 @@ OFFERS: tuple[Callable[[Site], Iterator[Offer | Refused]], ...] = (zero.offers, 
 LAST_RESORTS: tuple[Callable[[Site], Iterator[Offer]], ...] = (offload.offers,)
 MOST_DEEP = 32  # most blocks times microbatches, or stages, of a whole rehearsal of the best plan
 MOST_TIMED = 8  # plans that are timed on this machine, the best by the rates of its profile
+LOOKS_AT_RESORTS = 2  # at each last resort: with its leaner settings too
 ENOUGH = 2  # plans that fit, from which on no others are tried that are slower or change results
-FEW_SHAPES = 5  # most kinds of plans without split layers that are all looked at
-BEHIND = 1.1  # times the seconds of the fastest plan: slower estimates are left out among many
 Say = Callable[[str], None]
 Key = tuple[Plan, int]
 
@@ -128,7 +121,7 @@ class _Search:
     refused: list[Refusal] = field(default_factory=list)
     looked_at: int = 0
     wanted: int = ENOUGH  # plans that fit
-    progress: SearchProgress = field(default_factory=lambda: SearchProgress({}))
+    progress: SearchProgress = field(init=False)
     _seen: dict[Key, Prediction] = field(default_factory=dict)
     _layers: Layers | str | None = None
     _sizes: Sizes | None = None
@@ -136,6 +129,9 @@ class _Search:
     _expected: dict[Plan, Expectation] = field(default_factory=dict)
     _gain: float = 0.0  # least seconds of a variant relative to its plan; 0 before any is faster
     _whole: list[Refusal] = field(default_factory=list)  # of tensor-parallel plans for a model without layers to split
+
+    def __post_init__(self) -> None:
+        self.progress = SearchProgress({}, blocks=self._deep)
 
     @property
     def _site(self) -> Site:
@@ -175,35 +171,14 @@ class _Search:
 
     def try_shapes(self, shapes: Sequence[Shape]) -> None:
         """Look at all shapes but those that are left out ([Note: plans that are left out])."""
-        least = min((shape.together for shape in shapes), default=1)
-        whole = [shape for shape in shapes if shape.together == least]  # or with the least split that is asked for
-        split = [shape for shape in shapes if shape.together > least and shape.plan in self._expected]
-        many = len(whole) > FEW_SHAPES
 
-        def rank(shape: Shape) -> tuple[bool, float]:
-            known = self._expected.get(shape.plan)
-            return (True, 0.0) if known is None else known.rank
-
-        ordered = sorted(whole + split, key=rank) if many else whole + sorted(split, key=rank)
-        fastest, best = math.inf, None
-        limits: dict[Plan | None, float] = {}  # by kind
-        while ordered:
-            shape, *ordered = ordered
+        def attempt(shape: Shape) -> float:
             self.progress.begin(shape.plan)
-            found = self.try_with_variants(shape, many)
-            if found < fastest:
-                fastest, best = found, shape
-            if best is not None:
-                if many and shape.plan.pipelined and found < math.inf:
-                    limits.setdefault(_kind(shape), rank(shape)[1])
-                limit = fastest * (BEHIND if many else 1.0)
-                behind = [
-                    s for s in ordered if (many or s.together > least) and rank(s)[1] >= limits.get(_kind(s), limit)
-                ]
-                for slow in behind:
-                    self.progress.drop(slow.plan)
-                ordered = [s for s in ordered if s not in behind]
-        if many and best is not None:
+            return self.try_with_variants(shape, are_many(shapes))
+
+        best = in_turn(shapes, self._expected, attempt, self.progress.drop)
+        if best is not None and are_many(shapes):
+            self.progress.begin(None)
             self.try_faster(best)
         self.refused += self._whole
 
@@ -213,7 +188,7 @@ class _Search:
         if plain is not None and plain.seconds * self._gain > self._fastest:
             return plain.seconds
         for plan in self._variants(shape.plan):
-            found = self._best_of(replace(shape, plan=plan), many=True)
+            found = self._best_of(replace(shape, plan=plan), many)
             if best is not None and (found is None or found.seconds >= best.seconds):
                 break
             best = found or best
@@ -249,10 +224,13 @@ class _Search:
             exact: try those that change no result, or only the others.
         """
         divided = self._divisions[0]
-        offered = (offer for offers in LAST_RESORTS for offer in offers(divided.site))
-        for shape in (self._shape(offer, divided) for offer in offered):
-            changed = any(choice.changes for choice in choices_of(shape.plan))
-            if changed != exact and len(self.fitting) < self.wanted:
+        shapes = [self._shape(offer, divided) for offers in LAST_RESORTS for offer in offers(divided.site)]
+        shapes = [one for one in shapes if any(choice.changes for choice in choices_of(one.plan)) != exact]
+        possible = [one.plan for one in shapes if self._excluded(one.plan) is None]
+        self.progress = self.progress.then(dict.fromkeys(possible, LOOKS_AT_RESORTS), self.wanted - len(self.fitting))
+        for shape in shapes:
+            if len(self.fitting) < self.wanted:
+                self.progress.begin(shape.plan)
                 self.try_with_variants(shape)
 
     def try_other(self, task: TrainingTask, resorts: bool = False) -> None:
@@ -280,10 +258,11 @@ class _Search:
     def estimates(self, shapes: Sequence[Shape]) -> list[Prediction]:
         """The first estimate of each shape that is expected to fit, the fastest first; the search starts from them."""
         chosen: list[Prediction] = []
-        expected: dict[Plan, int] = {}
-        room = self.machines.device.capacity_bytes
+        looks: dict[Plan, int] = {}
+        began, room = time.perf_counter(), self.machines.device.capacity_bytes
         hopeful = [shape for shape in shapes if self._least_bytes(shape.plan) <= room]
         estimators = self._estimators(dict.fromkeys(shape.together for shape in hopeful))
+        each = (time.perf_counter() - began) / max(1, len(estimators) + 1)
         for shape in (shape for shape in shapes if shape.together in estimators):
             offer, variants = shape.offer, self._variants(shape.plan)
             found = expectation_of(shape, variants, estimators[shape.together])
@@ -291,10 +270,21 @@ class _Search:
             self._likely |= found.likely
             if offer.counts:
                 self._expected[shape.plan] = found
-            expected[shape.plan] = 1 + len(variants)
+            looks[shape.plan] = 1 + bool(variants)
             if likely := found.likely[shape.plan]:
-                expected[shape.plan] += offer.order.looks(offer.counts, likely) + offer.most_faster - 1
-        self.progress = SearchProgress(expected)
+                more = 0 if are_many(shapes) else offer.most_faster
+                looks[shape.plan] += offer.order.looks(offer.counts, likely) + more - 1
+        planned: dict[Plan | None, int] = {}
+
+        def expect(shape: Shape) -> float:
+            planned[shape.plan] = looks[shape.plan] if shape.plan in looks and shape in hopeful else 0
+            known = self._expected.get(shape.plan)
+            return known.seconds if known is not None and known.near else math.inf
+
+        best = in_turn(shapes, self._expected, expect) if estimators else None
+        if best is not None and are_many(shapes):
+            planned[None] = best.offer.most_faster
+        self.progress = SearchProgress(planned, each, self._deep)
         return sorted(chosen, key=lambda one: (one.seconds, one.peak_bytes))
 
     def _estimators(self, sizes: Iterable[int]) -> dict[int, Estimator]:
@@ -386,8 +376,7 @@ class _Search:
     def whole(self, prediction: Prediction) -> Prediction:
         """The prediction from a rehearsal of every stage, and of every block unless they are too many."""
         plan = prediction.plan
-        depth = sum(stack.depth for stack in self.task.facts.stacks)
-        if way_of(plan).whole(plan, depth) > MOST_DEEP:
+        if way_of(plan).whole(plan, sum(stack.depth for stack in self.task.facts.stacks)) > MOST_DEEP:
             return prediction
         self.say("the best once more, whole")
         found = predict(trained_as(self.task, prediction), plan, self.machines, prediction.batch, deep=True)
@@ -425,6 +414,13 @@ class _Search:
 
     def _too_large(self, plan: Plan, rows: int) -> bool:
         """Refuse a plan whose states alone exceed a device or a node's memory; returns whether it was refused."""
+        excluded = self._excluded(plan)
+        if excluded is not None:
+            self._refuse(plan, rows, *excluded)
+        return excluded is not None
+
+    def _excluded(self, plan: Plan) -> tuple[str, str] | None:
+        """Why the states of a plan alone exceed a device or a node's memory, and the way out; None if they do not."""
         room, ranks = self.machines.device.capacity_bytes, self.machines.count
         needed = least_bytes(self._sizes_of(), plan, ranks)
         states, per_node = states_of(self._sizes_of(), plan, ranks), min(ranks, self.machines.per_node)
@@ -432,15 +428,13 @@ class _Search:
         if not self.machines.node_holds(kept):
             held, need = format_bytes(self.machines.host_memory or 0), format_bytes(kept)
             why = f"The offloaded states alone take {need} of each node's host memory, which is {held}."
-            self._refuse(plan, rows, why, f"Nodes with more than {need} of host memory would hold them.")
-            return True
+            return why, f"Nodes with more than {need} of host memory would hold them."
         if needed <= room or any(choice.exhausted for choice in choices_of(plan)):
-            return False
+            return None
         why = (
             f"Its model states alone take {format_bytes(needed)} on every rank, and a device has {format_bytes(room)}."
         )
-        self._refuse(plan, rows, why, self._way_out(plan, needed))
-        return True
+        return why, self._way_out(plan, needed)
 
     def _way_out(self, plan: Plan, needed: int) -> str:
         """The smallest single change with which the states would fit."""
@@ -462,6 +456,12 @@ class _Search:
         """
         return len(self._layers_of(1).names)
 
+    @property
+    def _deep(self) -> int:
+        """Blocks of a whole rehearsal of the best plan; 0 where they are too many."""
+        depth = sum(stack.depth for stack in self.task.facts.stacks)
+        return depth if depth <= MOST_DEEP else 0
+
     def _costs(self) -> Sequence[LayerCost] | None:
         """The costs of the model's layers, on several devices; None for a model that is no chain."""
         with suppress(PlanError):
@@ -478,12 +478,6 @@ class _Search:
         if isinstance(self._layers, str):
             raise PlanError(self._layers)
         return self._layers
-
-
-def _kind(shape: Shape) -> Plan | None:
-    """The plan of a shape but for its number of stages; None without stages."""
-    settings = {"pipeline_parallel.stages": 2, "zero": 1, "microbatches": 2}
-    return shape.plan.with_settings(settings) if shape.plan.pipelined else None
 
 
 def _unsplit(plan: Plan) -> Plan:
