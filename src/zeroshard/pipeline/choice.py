@@ -1,6 +1,6 @@
 """Pipelines in the planner: the answers on a plan's stages, and the plans offered to a search."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -16,6 +16,7 @@ FASTER: tuple[dict[str, Any], ...] = (
     {"pipeline_parallel.schedule": "zb-h1"},
 )
 LEANER: dict[str, Any] = {"activations.recompute": "blocks"}
+SUM = 4  # bytes of an element of gradients that are summed over microbatches
 FINEST = 4  # microbatches per stage that make the bubble small
 WAITING = LeftOut(
     "its waiting for other stages",
@@ -65,6 +66,31 @@ class Stages(Choice):
         """The stage with most holds at least an equal part."""
         trainable, frozen, packed = (n // self.stages for n in (states.trainable, states.frozen, states.packed))
         return replace(states, trainable=trainable, frozen=frozen, packed=packed)
+
+    @property
+    def level(self) -> Mapping[str, Any]:
+        """Settings with which plans are equal that differ in their number of stages alone; none for one stage."""
+        return {} if self.stages == 1 else {"pipeline_parallel.stages": 2, "zero": 1, "microbatches": 2}
+
+    def kept_share(self, saved: Sequence[int], inputs: Sequence[int]) -> float:
+        """The share that the first stage keeps of a microbatch's activations in the whole model.
+
+        Args:
+            saved: bytes that each layer saves for its backward.
+            inputs: of recomputed layers, bytes of each one's input; else none.
+        """
+        in_flight = min(self.stages, self.microbatches)
+        if not inputs:
+            return in_flight / self.stages  # of 1/D each
+        own = -(-len(saved) // self.stages)
+        blocks, kept = (own, in_flight) if self.stages > 1 else (1, own)
+        return (blocks * max(saved) + kept * max(inputs)) / max(1, sum(saved))
+
+    def summed_bytes(self, states: States, data_ranks: int) -> int:
+        """Bytes of a stage's gradients beyond its states: summed in fp32, and on their way between its replicas."""
+        if self.stages == 1:
+            return 0
+        return states.trainable * (SUM * (1 + (data_ranks > 1)) - states.gradient)
 
     def filled(self, split: Split) -> Mapping[str, Any]:
         """The setting for the cut, unless the plan has one."""

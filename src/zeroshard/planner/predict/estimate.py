@@ -23,7 +23,6 @@ from zeroshard.planner.predict.states import Sizes, least_bytes, states_of
 
 STATES = (Category.PARAMETERS, Category.GRADIENTS, Category.MASTER_WEIGHTS, Category.OPTIMIZER_STATES)
 MODEL_STATES = "model states"  # all four, as one category
-SUM = 4  # bytes of an element of gradients that are summed over microbatches
 RECOMPUTED = 4 / 3  # times the seconds of a plan that computes its forwards twice
 
 
@@ -78,8 +77,12 @@ class Estimator:
         ranks, each = self.machines.count, rows / plan.microbatches
         data_ranks = data_ranks_of(plan, ranks)
         beside = {name: 0 for name in self.one.memory if name not in STATES}
-        kept = {name: round(self._kept_share(plan) * self._at(name, each)) for name in beside}
-        kept[Category.BUFFERS] = kept.get(Category.BUFFERS, 0) + self._summed(plan, data_ranks)
+        layers, choices = self.layers or (), choices_of(plan)
+        saved, inputs = ([one.saved_bytes for one in layers], [one.activation_bytes for one in layers])
+        share = choices.stages.kept_share(saved, inputs if choices.recomputing.in_blocks else ())
+        kept = {name: round(share * self._at(name, each)) for name in beside}
+        states = states_of(self.sizes, plan, ranks)
+        kept[Category.BUFFERS] = kept.get(Category.BUFFERS, 0) + choices.stages.summed_bytes(states, data_ranks)
         return replace(
             self.one,
             plan=plan,
@@ -106,24 +109,6 @@ class Estimator:
             for low, high, found in pairs
         )
         return replace(one, memory={name: round(n) for name, n in memory.items()}, causes=causes)
-
-    def _kept_share(self, plan: Plan) -> float:
-        """The share that the first stage keeps of a microbatch's activations in the whole model."""
-        stages, layers = plan.pipeline.stages, self.layers
-        in_flight = min(stages, plan.microbatches)
-        if layers is None or not choices_of(plan).recomputing.in_blocks:
-            return in_flight / stages  # of 1/D each
-        saved, inputs = max(one.saved_bytes for one in layers), max(one.activation_bytes for one in layers)
-        own = -(-len(layers) // stages)
-        blocks, kept = (own, in_flight) if stages > 1 else (1, own)
-        return (blocks * saved + kept * inputs) / max(1, sum(one.saved_bytes for one in layers))
-
-    def _summed(self, plan: Plan, data_ranks: int) -> int:
-        """Bytes of a stage's gradients beyond its states: summed in fp32, and on their way between its replicas."""
-        if plan.pipeline.stages == 1:
-            return 0
-        states = states_of(self.sizes, plan, self.machines.count)
-        return states.trainable * (SUM * (1 + (data_ranks > 1)) - states.gradient)
 
     def _at(self, category: str, rows: float) -> float:
         low, high = (one.memory.get(category, 0) for one in (self.one, self.two))

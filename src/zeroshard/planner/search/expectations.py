@@ -1,4 +1,4 @@
-"""Expectations of a search: first estimates of all kinds of plans, from which it knows where to begin.
+"""Expectations of a search: first estimates of all kinds of plans, from which their order follows.
 
 [Note: plans that are left out] Kinds of plans that split layers are looked at where their first estimate is faster than
 the fastest plan found, or where no plan has been found to fit. Of many kinds, those with the fastest estimates come
@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zeroshard.plan import Plan
+from zeroshard.planner.choices import choices_of
 from zeroshard.planner.predict.estimate import Estimator
 from zeroshard.planner.predict.result import Prediction
 from zeroshard.planning.offers import Offer
@@ -129,8 +130,8 @@ def in_turn(
             fastest, best = found, shape
         if best is None:
             continue
-        if many and shape.plan.pipelined and found < math.inf:
-            limits.setdefault(_kind(shape), rank(shape)[1])
+        if many and found < math.inf and (kind := _kind(shape)) is not None:
+            limits.setdefault(kind, rank(shape)[1])
         limit = fastest * (BEHIND if many else 1.0)
         behind = [s for s in ordered if (many or s in split) and rank(s)[1] >= limits.get(_kind(s), limit)]
         for slow in behind:
@@ -147,5 +148,5 @@ def _with_least(shapes: Sequence[Shape]) -> list[Shape]:
 
 def _kind(shape: Shape) -> Plan | None:
     """The plan of a shape but for its number of stages; None without stages."""
-    settings = {"pipeline_parallel.stages": 2, "zero": 1, "microbatches": 2}
-    return shape.plan.with_settings(settings) if shape.plan.pipelined else None
+    level = choices_of(shape.plan).stages.level
+    return shape.plan.with_settings(level) if level else None

@@ -3,12 +3,11 @@
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from itertools import islice
 
 from zeroshard.plan import Plan
 from zeroshard.planner.predict.predict import way_of
 
-FEW_BLOCKS = 9  # of the two rehearsals of a plan without stages
+FEW_BLOCKS = 15  # that are rehearsed whole as fast as a plan without stages, with 4 and 5 of them
 OTHERS = 6.0  # work of schedules with stages, of which one has two chunks for each
 
 
@@ -47,14 +46,9 @@ class SearchProgress:
         """Skip the group of this plan."""
         self._left.pop(plan, None)
 
-    def then(self, expected: Mapping[Plan | None, int], groups: int) -> "SearchProgress":
-        """The progress of a further search, which ends when so many groups have a plan that fits.
-
-        Half of all groups, those in the middle between none and all of the first that do not fit, come before these.
-        """
-        before = max(0, len(expected) - groups) // 2
-        likely = dict(islice(expected.items(), before + groups))
-        return SearchProgress(likely, self._rate, self.blocks, self.now)
+    def then(self, expected: Mapping[Plan | None, int], blocks: int) -> "SearchProgress":
+        """The progress of a further search."""
+        return SearchProgress(expected, self._rate, blocks, self.now)
 
     def look(self, plan: Plan) -> str:
         """The prefix of the line about a plan: "12/31 plans, about 40 s left"; empty without expected numbers."""
@@ -77,5 +71,5 @@ class SearchProgress:
 
 
 def _work_of(plan: Plan | None) -> float:
-    """Duration of a rehearsal relative to that of a plan without stages; of unknown ones, of schedules with stages."""
+    """The work of a rehearsal, as a multiple of a plan without stages; None stands for schedules with stages."""
     return OTHERS if plan is None else way_of(plan).work

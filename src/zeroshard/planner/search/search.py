@@ -46,7 +46,7 @@ OFFERS: tuple[Callable[[Site], Iterator[Offer | Refused]], ...] = (zero.offers, 
 LAST_RESORTS: tuple[Callable[[Site], Iterator[Offer]], ...] = (offload.offers,)
 MOST_DEEP = 32  # most blocks times microbatches, or stages, of a whole rehearsal of the best plan
 MOST_TIMED = 8  # plans that are timed on this machine, the best by the rates of its profile
-LOOKS_AT_RESORTS = 2  # at each last resort: with its leaner settings too
+LIKELY = 0.8  # of a device, for the states of plans that are likely to fit
 ENOUGH = 2  # plans that fit, from which on no others are tried that are slower or change results
 Say = Callable[[str], None]
 Key = tuple[Plan, int]
@@ -121,7 +121,7 @@ class _Search:
     refused: list[Refusal] = field(default_factory=list)
     looked_at: int = 0
     wanted: int = ENOUGH  # plans that fit
-    progress: SearchProgress = field(init=False)
+    progress: SearchProgress = field(default_factory=lambda: SearchProgress({}))
     _seen: dict[Key, Prediction] = field(default_factory=dict)
     _layers: Layers | str | None = None
     _sizes: Sizes | None = None
@@ -129,9 +129,6 @@ class _Search:
     _expected: dict[Plan, Expectation] = field(default_factory=dict)
     _gain: float = 0.0  # least seconds of a variant relative to its plan; 0 before any is faster
     _whole: list[Refusal] = field(default_factory=list)  # of tensor-parallel plans for a model without layers to split
-
-    def __post_init__(self) -> None:
-        self.progress = SearchProgress({}, blocks=self._deep)
 
     @property
     def _site(self) -> Site:
@@ -179,7 +176,7 @@ class _Search:
         best = in_turn(shapes, self._expected, attempt, self.progress.drop)
         if best is not None and are_many(shapes):
             self.progress.begin(None)
-            self.try_faster(best)
+            self._try_faster(best)
         self.refused += self._whole
 
     def try_with_variants(self, shape: Shape, many: bool = False) -> float:
@@ -226,8 +223,8 @@ class _Search:
         divided = self._divisions[0]
         shapes = [self._shape(offer, divided) for offers in LAST_RESORTS for offer in offers(divided.site)]
         shapes = [one for one in shapes if any(choice.changes for choice in choices_of(one.plan)) != exact]
-        possible = [one.plan for one in shapes if self._excluded(one.plan) is None]
-        self.progress = self.progress.then(dict.fromkeys(possible, LOOKS_AT_RESORTS), self.wanted - len(self.fitting))
+        if looks := self._looks_at(shapes):
+            self.progress = self.progress.then(looks, self._deep)
         for shape in shapes:
             if len(self.fitting) < self.wanted:
                 self.progress.begin(shape.plan)
@@ -262,7 +259,7 @@ class _Search:
         began, room = time.perf_counter(), self.machines.device.capacity_bytes
         hopeful = [shape for shape in shapes if self._least_bytes(shape.plan) <= room]
         estimators = self._estimators(dict.fromkeys(shape.together for shape in hopeful))
-        each = (time.perf_counter() - began) / max(1, len(estimators) + 1)
+        each = (time.perf_counter() - began) / (len(estimators) + 1) if estimators else 0.0
         for shape in (shape for shape in shapes if shape.together in estimators):
             offer, variants = shape.offer, self._variants(shape.plan)
             found = expectation_of(shape, variants, estimators[shape.together])
@@ -331,9 +328,9 @@ class _Search:
         if found is not None and not found.fits and leaner != plan:
             self.try_shape(lean, many)
         if self._keep(found) and not many:
-            self.try_faster(shape)
+            self._try_faster(shape)
 
-    def try_faster(self, shape: Shape) -> None:
+    def _try_faster(self, shape: Shape) -> None:
         """Try faster settings, such as other schedules, for the fastest plan of a shape that fits."""
         kinds = [self._with(plan, 1) for plan in (shape.plan, shape.leaner)]
         found = min((p for p in self.fitting if _unsplit(p.plan) in kinds), key=lambda p: p.seconds, default=None)
@@ -411,6 +408,17 @@ class _Search:
         if self._sizes is None:
             self._sizes = sizes_of(self.task)
         return self._sizes
+
+    def _looks_at(self, shapes: Sequence[Shape]) -> dict[Plan | None, int]:
+        """The expected number of plans to look at of last resorts, until enough are likely to fit."""
+        looks: dict[Plan | None, int] = {}
+        missing, room = self.wanted - len(self.fitting), LIKELY * self.machines.device.capacity_bytes
+        for shape in shapes:
+            with suppress(ZeroshardError):
+                if missing and self._excluded(shape.plan) is None:
+                    looks[shape.plan] = 2  # with its leaner settings
+                    missing -= self._least_bytes(shape.plan) <= room
+        return looks
 
     def _too_large(self, plan: Plan, rows: int) -> bool:
         """Refuse a plan whose states alone exceed a device or a node's memory; returns whether it was refused."""
