@@ -10,6 +10,7 @@ from zeroshard.errors import ConfigError, PlanError
 from zeroshard.moe.policy import ExpertParallel
 from zeroshard.offload.policy import Offload
 from zeroshard.pipeline.policy import Pipeline
+from zeroshard.planning.foreign_names import explains_unknown
 from zeroshard.planning.settings import (
     check_choice,
     check_flag,
@@ -77,6 +78,7 @@ RENAMED_VALUES: dict[str, dict[Any, Any]] = {  # by setting: values of earlier v
 }
 
 
+@explains_unknown
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Plan:
     """How to train: the slices that each rank keeps, the precision, and the parts of a step.
