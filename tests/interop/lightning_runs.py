@@ -94,7 +94,6 @@ PASSED: dict[str, Any] = {  # to lightning's own loop, each with a value that is
     "reload_dataloaders_every_n_epochs": 1, "enable_autolog_hparams": False, "model_registry": None, "num_nodes": 1,
     "use_distributed_sampler": True,
 }  # fmt: skip
-UNFREEZING: dict[str, Any] = {"callbacks": [BackboneFinetuning(1)], "max_steps": 12}
 
 
 def loader() -> DataLoader:
@@ -210,7 +209,11 @@ def main(folder: Path, whole: bool) -> None:
     result = scaled[0].optimizers[0].result
     found["fp16"] = (scaled[1], result.loss_scale, result.skipped)
 
-    found["unfrozen"] = fit(folder, zs.Plan(zero=2), Unfreezes(), **UNFREEZING)[1:]
+    unfreezing: dict[str, Any] = {"max_steps": 12, "gradient_clip_val": 1.0}
+    alike = alone(folder, Unfreezes(), callbacks=[BackboneFinetuning(1)], **unfreezing)[1]
+    found["unfrozen"] = (
+        fit(folder, zs.Plan(zero=2), Unfreezes(), callbacks=[BackboneFinetuning(1)], **unfreezing)[2], alike,
+    )  # fmt: skip
 
     first, losses, _ = fit(folder, zs.Plan(zero=2), max_steps=8)
     for _ in range(2):  # the second takes the place of the first

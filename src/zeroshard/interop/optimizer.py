@@ -40,7 +40,6 @@ class EngineOptimizer(torch.optim.Optimizer):
             super().add_param_group(param_group)
         else:
             self.engine.optimizer.add_param_group(param_group)
-            self.param_groups.append(self.engine.optimizer.param_groups[-1])
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Run the closure, which runs forwards and backwards, then update the weights; returns the closure's result."""
