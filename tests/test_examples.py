@@ -72,6 +72,7 @@ def test_dpo_trl(tmp_path: Path) -> None:
     assert float(losses[0][1]) < 0.3 < float(losses[0][0])
 
 
+@pytest.mark.whole
 def test_finetune_llama(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     output = run_job(EXAMPLES / "finetune_llama.py", str(tmp_path))

@@ -45,7 +45,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory, whole: bool) -> dict[str, An
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trained = {name: [""] for name in (runs.TRAINERS if whole else runs.DEFAULT)}
-        return {"curves": runs.curves(folder, trained), **runs.plain_features(folder)}
+        return {"curves": runs.curves(folder, trained), **runs.plain_features(folder, whole)}
 
 
 @pytest.mark.parametrize("case", by_default(CASES, *runs.DEFAULT.items()), ids=", ".join)
@@ -65,6 +65,7 @@ def test_sums_over_tokens_with_label_smoothing(found: dict[str, Any], plain: dic
         assert found["accumulates"][name] == pytest.approx(plain["accumulates"][name], rel=1e-5)
 
 
+@pytest.mark.whole
 def test_bf16_is_the_precision_of_the_plan(found: dict[str, Any], plain: dict[str, Any]) -> None:
     precision, run = found["bf16"]
     assert precision == "bf16"
@@ -104,7 +105,7 @@ def test_groups_by_length_are_those_of_ddp(found: dict[str, Any]) -> None:
     assert found["groups"]["loss"] == pytest.approx(found["groups, ddp"]["loss"], rel=1e-5)
 
 
-@pytest.mark.parametrize("case", ["best", "best of models"])
+@pytest.mark.parametrize("case", by_default(["best", "best of models"], "best"))
 def test_the_best_weights_are_there_at_the_end(found: dict[str, Any], case: str) -> None:
     run = found[case]
     assert run["steps"] < 20  # early stopping
@@ -114,10 +115,15 @@ def test_the_best_weights_are_there_at_the_end(found: dict[str, Any], case: str)
 
 
 def test_a_resume_without_states_is_refused_unless_asked_for(found: dict[str, Any]) -> None:
-    without, nothing, optimizer = found["errors"]
+    without, nothing, optimizer, elsewhere = found["errors"]
     assert without.startswith("CheckpointError") and "resume_without_states=True" in without
     assert nothing.startswith("CheckpointError") and "Leave resume_from_checkpoint out" in nothing
     assert optimizer.startswith("OptimizerError: The optimizer's states are in slices")
+    assert elsewhere.startswith("CheckpointError: The ranks save into different folders")
+
+
+@pytest.mark.whole
+def test_a_resume_without_states_that_is_asked_for(found: dict[str, Any]) -> None:
     assert found["without states"][-1] == 12
 
 

@@ -231,10 +231,10 @@ def best(folder: Path, only_model: bool, plan: zs.Plan) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def plain_features(folder: Path) -> dict[str, Any]:
+def plain_features(folder: Path, whole: bool) -> dict[str, Any]:
     """The records of runs without an engine."""
     found = {}
-    for name, more in (("accumulates", SUMS), ("bf16", {"bf16": True})):
+    for name, more in {"accumulates": SUMS, **({"bf16": {"bf16": True}} if whole else {})}.items():
         trainer = causal(folder / name, None, **more)
         trainer.train()
         found[name] = record(trainer)
@@ -247,21 +247,17 @@ def features(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     found["resumed"] = resumed(folder / "resumed", partial(causal, dropout=0.2), 7, three, three)
     found["best"] = best(folder / "best", False, three)
-    found["best of models"] = best(folder / "models", True, two)
-    accumulates = causal(folder / "accumulates", two, weights=saved_llama(folder), **SUMS)
+    saves = {"save_strategy": "steps", "save_steps": 6, "save_only_model": True}
+    accumulates = causal(folder / "models", two, weights=saved_llama(folder), **SUMS, **saves)
     accumulates.train()
     found["accumulates"] = record(accumulates)
-    rounded = causal(folder / "rounded", three, bf16=True)
-    rounded.train()
-    found["bf16"] = (rounded.engine.plan.precision, record(rounded))
+    elsewhere = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}
     found["errors"] = [
         error_of(lambda: causal(folder / "models", two).train(resume_from_checkpoint=True)),
         error_of(lambda: causal(folder / "nothing", two).train(resume_from_checkpoint=True)),
         error_of(accumulates.optimizer.state_dict),
+        error_of(causal(folder / f"rank {dist.get_rank()}", two, **elsewhere).train),
     ]
-    again = causal(folder / "models", two, resume_without_states=True, max_steps=12, save_strategy="no")
-    again.train(resume_from_checkpoint=True)
-    found["without states"] = record(again)["step"]
     return found
 
 
@@ -269,6 +265,13 @@ def dear_features(folder: Path) -> dict[str, Any]:
     """Further runs, of `--whole`."""
     found: dict[str, Any] = {}
     three, two = zs.Plan(zero=3), zs.Plan(zero=2)
+    found["best of models"] = best(folder / "models that are best", True, two)
+    again = causal(folder / "models", two, resume_without_states=True, max_steps=12)
+    again.train(resume_from_checkpoint=True)
+    found["without states"] = record(again)["step"]
+    rounded = causal(folder / "rounded", three, bf16=True)
+    rounded.train()
+    found["bf16"] = (rounded.engine.plan.precision, record(rounded))
     compiled = causal(folder / "compiled", three, torch_compile=True, torch_compile_backend="eager")
     compiled.evaluate()  # without an engine yet
     compiled.train()
