@@ -13,6 +13,7 @@ from pool import Pool
 
 import zeroshard as zs
 from zeroshard.errors import BatchError, NonFiniteError, PlanError
+from zeroshard.pipeline.stage import means_alone
 from zeroshard.step.context import Within
 from zeroshard.step.losses import (
     BY_MEAN,
@@ -21,7 +22,6 @@ from zeroshard.step.losses import (
     LossReport,
     SameBatches,
     StepLosses,
-    means_alone,
     penalised,
 )
 from zeroshard.train.gpt import GPT

@@ -22,7 +22,7 @@ from zeroshard.comm.collectives import Comm
 from zeroshard.errors import CommError, PlanError
 from zeroshard.optim.states.whole_states import NAMES, decoded, encoded
 from zeroshard.step.backward import Backward
-from zeroshard.step.losses import Loss
+from zeroshard.step.losses import Loss, Unjoined
 
 END = "end"  # the call of a rank without batches
 LABEL = "engine.join()"
@@ -34,6 +34,7 @@ class Joined(Protocol):
     """The calls of an engine that a rank without batches repeats."""
 
     model: nn.Module
+    _joins: Unjoined
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """A forward."""
@@ -45,15 +46,7 @@ class Joined(Protocol):
         """Backwards without a reduction."""
 
 
-class NoJoin:
-    """Before an engine is complete: losses count as they are given."""
-
-    def weighed(self, loss: Loss) -> Loss:
-        """The loss itself."""
-        return loss
-
-
-class Joins(NoJoin):
+class Joins(Unjoined):
     """The `join` contexts of one engine ([Note: join]).
 
     Args:
@@ -75,17 +68,13 @@ class Joins(NoJoin):
         self._outputs: list[Any] = []  # of repeated forwards without a backward
         self._own = 0  # steps that this rank took by itself
 
-    @property
-    def _on(self) -> bool:
-        return self._backward.weighs
-
     def announce(self, method: str, *args: Any, **kwargs: Any) -> None:
         """Name a call that this rank makes now; a collective call inside of `join`.
 
         Raises:
             CommError: another rank makes another call.
         """
-        if not self._on or self._repeats:
+        if self._repeats:
             return
         batch, self._own = method in ON_BATCHES, self._own + (method in ("step", "train_step"))
         frame = {
@@ -102,8 +91,6 @@ class Joins(NoJoin):
 
     def weighed(self, loss: Loss) -> Loss:
         """A loss as a sum with its count inside of `join`: a mean counts 1, that of a repeated call 0."""
-        if not self._on:
-            return loss
         if self._repeats:
             return Loss(_nothing_of(loss.value), 0.0)
         return loss if loss.items is not None else Loss(loss.value.float(), 1.0)
@@ -113,15 +100,16 @@ class Joins(NoJoin):
         """As `JoinAccess.join`."""
         if self._refusal is not None:
             raise PlanError(f"engine.join() is not for this plan: {self._refusal}")
-        if self._on or self._backward.count:
-            when = "inside of another" if self._on else "after a backward whose step is still to come"
+        within = self._backward.weighs
+        if within or self._backward.count:
+            when = "inside of another" if within else "after a backward whose step is still to come"
             raise PlanError(f"engine.join() was entered {when}. Put one around the whole loop, between two steps.")
-        self._backward.weighs, self._own = True, 0
+        self._backward.weighs, self._own, engine._joins = True, 0, self
         try:
             yield
             self._repeat(engine)
         finally:
-            self._backward.weighs = self._repeats = False
+            self._backward.weighs, engine._joins = False, Unjoined()
             self._example = None
             self._outputs.clear()
 
@@ -253,7 +241,8 @@ class Joins(NoJoin):
 class JoinAccess:
     """The method of an engine for uneven numbers of batches."""
 
-    _joins: Joins = NoJoin()  # type: ignore[assignment]
+    _joins: Unjoined = Unjoined()  # a `Joins` inside of the context
+    _join: Joins
 
     def join(self) -> AbstractContextManager[None]:
         """Inside, ranks may have unlike numbers of batches, none too; a collective call when it begins and ends.
@@ -269,7 +258,7 @@ class JoinAccess:
             PlanError: the plan is one of stages that update alone, or of experts over ranks; or a step is under way.
             CommError: ranks with batches make different calls.
         """
-        return self._joins.within(self)  # type: ignore[arg-type]
+        return self._join.within(self)  # type: ignore[arg-type]
 
 
 def _nothing_of(value: Any) -> Tensor:

@@ -161,7 +161,7 @@ class Engine(GradientAccess, JoinAccess):
             self._sequence, partial(self._state.wholes_of, WholeGradients, lambda: self.steps), self.optimizer,
             lambda: self.steps, cut=self._stage.pipeline is not None, agree=not self.plan.streams,
         )  # fmt: skip
-        self._joins = Joins(self.world, self._backward, lambda: self.optimizer.param_groups, unjoined(self.plan))
+        self._join = Joins(self.world, self._backward, lambda: self.optimizer.param_groups, unjoined(self.plan))
         self._savings, self._takes_apart = Savings(), False
         # Hook: the user's own calls of the model and the optimizer.
         model.register_state_dict_pre_hook(Hook(self._refuse_partial))

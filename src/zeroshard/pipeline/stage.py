@@ -33,7 +33,7 @@ from zeroshard.pipeline.run.scattered import Scattered
 from zeroshard.pipeline.whole import DtypeOf, Replaced, WholeModel, replaced
 from zeroshard.schedule import Loan, PipelineSchedule, verify
 from zeroshard.schedule.orders import warm_up
-from zeroshard.step.losses import means_alone
+from zeroshard.step.losses import Loss
 from zeroshard.step.sequence import Run
 from zeroshard.units import Unit
 from zeroshard.units.hooks import in_place_of
@@ -420,3 +420,22 @@ def _share_out(stage: Stage) -> None:
             owners = [m for m in stage.chain.modules if set(m.parameters(recurse=False)) & set(mine.values())]
             stage.units.append(Unit(len(stage.units), layer.name, owners[0], mine, owners))
             stage.chunk_of.append(chunk)
+
+
+def means_alone(run: Callable[[Any], Any], schedule: str) -> Callable[[Any], Any]:
+    """A forward that refuses a loss by sum, for stages that update before the count is complete.
+
+    Raises:
+        PlanError: in the call, the loss is a sum.
+    """
+
+    def checked(batch: Any) -> Any:
+        loss = run(batch)
+        if isinstance(loss, Loss) and loss.items is not None:
+            raise PlanError(
+                f"The loss is given by sum with a count, and schedule={schedule!r} lets stages update before they know "
+                f"the count of the whole update; return the mean, or use schedule='1f1b'."
+            )
+        return loss
+
+    return checked

@@ -20,7 +20,7 @@ message is made, which waits for the device by itself.
 import math
 import struct
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from zeroshard.errors import BatchError, NonFiniteError, PlanError
+from zeroshard.errors import BatchError, NonFiniteError
 from zeroshard.step.context import context
 
 BY_MEAN, BY_SUM = 1, 2
@@ -91,6 +91,17 @@ class Loss(NamedTuple):
     def weighted(self, weight: float) -> "Loss":
         """A mean times the weight of its microbatch; a sum as it is."""
         return self if self.items is not None else Loss(self.value * weight, share=self.share * weight)
+
+
+class Unjoined:
+    """The calls of an engine outside of `engine.join()`, where ranks have equally many batches."""
+
+    def announce(self, method: str, *args: Any, **kwargs: Any) -> None:
+        """Nothing: every rank makes this call."""
+
+    def weighed(self, loss: Loss) -> Loss:
+        """The loss itself."""
+        return loss
 
 
 class LossReport(NamedTuple):
@@ -230,25 +241,6 @@ class StepLosses:
         self.batches.clear()
         self.kinds, self.report = 0, LossReport()
         self.count, self._next = self._next or self.count, None
-
-
-def means_alone(run: Callable[[Any], Any], schedule: str) -> Callable[[Any], Any]:
-    """A forward that refuses a loss by sum, for stages that update before the count is complete.
-
-    Raises:
-        PlanError: in the call, the loss is a sum.
-    """
-
-    def checked(batch: Any) -> Any:
-        loss = run(batch)
-        if isinstance(loss, Loss) and loss.items is not None:
-            raise PlanError(
-                f"The loss is given by sum with a count, and schedule={schedule!r} lets stages update before they know "
-                f"the count of the whole update; return the mean, or use schedule='1f1b'."
-            )
-        return loss
-
-    return checked
 
 
 def _of_none(total: Tensor, count: float | Tensor) -> Tensor:

@@ -19,13 +19,13 @@ from zeroshard.pipeline.cut.origins import ReturnedValue
 from zeroshard.pipeline.run.executor import Executor, Microbatch
 from zeroshard.pipeline.run.messages import Entering
 from zeroshard.pipeline.run.weight_stashing import StashedVersions
-from zeroshard.pipeline.stage import Stage
+from zeroshard.pipeline.stage import Stage, means_alone
 from zeroshard.recompute.chunks import ChunkInputs
 from zeroshard.schedule import Kind
 from zeroshard.step.backward import Backward
 from zeroshard.step.batch import uneven_microbatches
 from zeroshard.step.decision import Agreed
-from zeroshard.step.losses import REPORT, LossReport, SameBatches, StepLosses, means_alone
+from zeroshard.step.losses import REPORT, LossReport, SameBatches, StepLosses
 from zeroshard.step.sequence import Run, StepOrder, StepSequence
 
 LOANS = {Kind.LEND: Purpose.LEND_WEIGHTS, Kind.REPAY: Purpose.REPAY_GRADIENTS}
