@@ -46,7 +46,7 @@ def test_small_text_is_read_into_memory_and_all_else_is_streamed(
     assert isinstance(opened(records(tmp_path / "b.jsonl.gz")), StreamedData)
     monkeypatch.setattr(training, "LARGE_TEXT", 100)
     large = opened(text)
-    assert isinstance(large, StreamedData) and large.about.endswith(": text, 1 files, 1000 B, streamed")
+    assert isinstance(large, StreamedData) and large.about.endswith(": text, 1 file, 1000 B, streamed")
     assert opened().name == "standard library"
 
 

@@ -49,10 +49,10 @@ def columns_of(source: DocumentSource, given: Sequence[str]) -> tuple[Form, tupl
     there = ", ".join(first) or "none"
     if names is None and given:
         missing = next(name for name in given if name not in first)
-        raise DataError(f"{where} has no column {missing!r}; its columns are {there}: name one of them with columns")
+        raise DataError(f"{where} has no column {missing!r}; its columns are {there}: set columns to one of them")
     if names is None:
         usual = ", ".join(" and ".join(names) for names in USUAL)
-        raise DataError(f"{where} has none of the usual columns ({usual}) but {there}; name one of them with columns")
+        raise DataError(f"{where} has none of the usual columns ({usual}) but {there}; set columns to one of them")
     if len(names) == 2:
         return "completion", names
     value = first[names[0]]
@@ -62,7 +62,7 @@ def columns_of(source: DocumentSource, given: Sequence[str]) -> tuple[Form, tupl
         return "messages", names
     raise DataError(
         f"{where} holds a {type(value).__name__} in the column {names[0]!r}, which is neither text nor a list of "
-        f"messages with roles; name another of {there} with columns"
+        f"messages with roles; set columns to another of {there}"
     )
 
 
@@ -162,7 +162,7 @@ class Encoder:
         if isinstance(text, str):
             return text
         if name not in document:
-            raise DataError(f"{where()} has no column {name!r}; add it there, or name another with columns")
+            raise DataError(f"{where()} has no column {name!r}; add it there, or set columns to another")
         raise DataError(
             f"{where()} holds {'null' if text is None else type(text).__name__} in the column {name!r} and text is "
             f"needed; correct or remove it"

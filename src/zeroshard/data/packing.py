@@ -139,7 +139,7 @@ class WholeExamples:
         if not self._truncate:
             raise DataError(
                 f"{where()} is an example of {count} tokens and a row has {most}; raise sequence to {count} or more, "
-                f"cut long examples with truncate, or remove it"
+                f"set truncate to cut long examples, or remove it"
             )
         assert example.labels is not None
         return Example(example.tokens[:most], example.labels[:most])

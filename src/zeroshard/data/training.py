@@ -189,7 +189,8 @@ class StreamedData:
     def about(self) -> str:
         """Names, kinds, files and bytes."""
         facts = self.facts()
-        return f"{self.name}: {facts['kind']}, {facts['files']} files, {format_bytes(facts['bytes'])}, streamed"
+        files = f"{facts['files']} file{'s' * (facts['files'] != 1)}"
+        return f"{self.name}: {facts['kind']}, {files}, {format_bytes(facts['bytes'])}, streamed"
 
     def facts(self) -> dict[str, Any]:
         """Name, kinds, files, bytes on the disk and digest; of a mixture, the share of each source."""
