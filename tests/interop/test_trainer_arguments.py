@@ -136,6 +136,11 @@ def test_plans_that_do_not_go_with_a_trainer(tmp_path: Path, plan: zs.Plan, word
         plan_of(made(tmp_path), plan)
 
 
+def test_a_plan_is_a_plan(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"plan is 'zero3', a str; pass a plan, such as zs.Plan\(zero=3\)"):
+        plan_of(made(tmp_path), "zero3")  # type: ignore[arg-type]
+
+
 def test_fields_say_why() -> None:
     assert all(field.text for field in FIELDS.values() if field.fate in ("needless", "refused"))
     assert isinstance(FIELDS["bf16"], Field) and FIELDS["bf16"].fate == "plan"

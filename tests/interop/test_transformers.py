@@ -9,7 +9,7 @@ import torch
 from jobs import run_job
 from selection import by_default
 
-from zeroshard.errors import ConfigError
+from zeroshard.errors import ConfigError, ModelError
 
 for needed in ("transformers", "accelerate"):
     pytest.importorskip(needed)
@@ -17,6 +17,8 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of packages that are imported
     pytest.importorskip("trl")
     from interop import transformers_runs as runs
+
+    from zeroshard.interop.transformers import ZeroshardTrainer
 ROOT = Path(__file__).parents[2]
 CASES = [(name, plan) for name in runs.TRAINERS for plan in runs.PLANS]
 EXACT = ("loss", "learning_rate", "eval_loss", "eval_tokens", "mean_token_accuracy", "accuracy")
@@ -125,6 +127,14 @@ def test_a_resume_without_states_is_refused_unless_asked_for(found: dict[str, An
 @pytest.mark.whole
 def test_a_resume_without_states_that_is_asked_for(found: dict[str, Any]) -> None:
     assert found["without states"][-1] == 12
+
+
+def test_models_that_transformers_divided_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = runs.llama()
+    monkeypatch.setattr(type(model), "is_distributed_loading_by_transformers", True)
+    arguments = runs.TrainingArguments(str(tmp_path), use_cpu=True)
+    with pytest.raises(ModelError, match="Load it without distributed_config"):
+        ZeroshardTrainer(model, arguments)
 
 
 def test_the_mixin_comes_before_the_trainer() -> None:

@@ -18,6 +18,8 @@ def check_loop(plan: Plan, accumulation: str) -> None:
     Raises:
         PlanError: with the way out.
     """
+    if not isinstance(plan, Plan):
+        raise PlanError(f"plan is {plan!r}, a {type(plan).__name__}; pass a plan, such as zs.Plan(zero=3).")
     if plan.pipelined or plan.microbatches > 1:
         raise PlanError(
             f"pipeline_parallel={plan.pipeline.stages} and microbatches={plan.microbatches} are for "

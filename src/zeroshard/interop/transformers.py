@@ -18,7 +18,7 @@ from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 
 from zeroshard.engine import Engine
-from zeroshard.errors import CheckpointError, ConfigError
+from zeroshard.errors import CheckpointError, ConfigError, ModelError
 from zeroshard.interop.accelerate import ZeroshardAccelerator
 from zeroshard.interop.loops import absent_weights
 from zeroshard.interop.states import STATES, has_states, load_states, save_states
@@ -43,7 +43,7 @@ class ZeroshardMixin(Trainer):
 
     Raises:
         ConfigError: training arguments that an engine does not carry out, each by its name with the way out.
-        PlanError: a plan that does not go with a trainer.
+        PlanError: a plan that does not go with a trainer. ModelError: a model that transformers divided.
     """
 
     accelerator: ZeroshardAccelerator
@@ -83,6 +83,11 @@ class ZeroshardMixin(Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator, then one like it over an engine."""
         self.plan = plan_of(self.args, self.plan)
+        if getattr(self.model, "is_distributed_loading_by_transformers", False):
+            raise ModelError(
+                "The model was divided among the ranks as it was loaded, and the plan divides it too. Load it without "
+                "distributed_config."
+            )
         without_fsdp = {"fsdp": None, "fsdp_plugin_args": None}
         given = {name: getattr(self.args, name) for name in without_fsdp}
         self.args.__dict__.update(without_fsdp)
