@@ -1,34 +1,40 @@
 """Trainers of transformers and TRL over an engine: their losses, and the arguments that people give them."""
 
+import importlib
 import warnings
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from interop import trainer_cases as cases
 from jobs import run_job
 from selection import by_default
 
+import zeroshard as zs
 from zeroshard.errors import ConfigError, ModelError
 
-for needed in ("transformers", "accelerate"):
+for needed in ("transformers", "accelerate", "trl"):
     pytest.importorskip(needed)
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # of packages that are imported
-    pytest.importorskip("trl")
-    from interop import transformers_runs as runs
-
-    from zeroshard.interop.transformers import ZeroshardTrainer
 ROOT = Path(__file__).parents[2]
-CASES = [(name, plan) for name in runs.TRAINERS for plan in runs.PLANS]
+CASES = [(name, plan) for name in cases.NAMES for plan in cases.PLANS]
 EXACT = ("loss", "learning_rate", "eval_loss", "eval_tokens", "mean_token_accuracy", "accuracy")
+
+
+@pytest.fixture(scope="module")
+def runs() -> ModuleType:
+    """The module that makes the trainers, which takes seconds to import."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of packages that are imported
+        return importlib.import_module("interop.transformers_runs")
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory, whole: bool) -> dict[str, Any]:
     """The records of one job of two ranks, or with `--whole` of one for each trainer."""
     records: dict[str, Any] = {"curves": {}}
-    for part in ("dear", *runs.TRAINERS) if whole else ("default",):
+    for part in ("dear", *cases.NAMES) if whole else ("default",):
         folder = tmp_path_factory.mktemp("trainers")
         run_job(ROOT / "tests" / "interop" / "transformers_runs.py", str(folder), part)
         found = torch.load(folder / "found.pt", weights_only=True)
@@ -37,7 +43,7 @@ def found(tmp_path_factory: pytest.TempPathFactory, whole: bool) -> dict[str, An
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory, whole: bool) -> dict[str, Any]:
+def plain(runs: ModuleType, tmp_path_factory: pytest.TempPathFactory, whole: bool) -> dict[str, Any]:
     """The records of the same trainers in this process, without an engine."""
     from accelerate.state import AcceleratorState, GradientState
 
@@ -46,11 +52,11 @@ def plain(tmp_path_factory: pytest.TempPathFactory, whole: bool) -> dict[str, An
     GradientState._reset_state()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trained = {name: [""] for name in (runs.TRAINERS if whole else runs.DEFAULT)}
+        trained = {name: [""] for name in (cases.NAMES if whole else cases.DEFAULT)}
         return {"curves": runs.curves(folder, trained), **runs.plain_features(folder, whole)}
 
 
-@pytest.mark.parametrize("case", by_default(CASES, *runs.DEFAULT.items()), ids=", ".join)
+@pytest.mark.parametrize("case", by_default(CASES, *cases.DEFAULT.items()), ids=", ".join)
 def test_losses_are_those_of_one_process(found: dict[str, Any], plain: dict[str, Any], case: tuple[str, str]) -> None:
     trainer, plan = case
     run, alone = found["curves"][f"{trainer}, {plan}"], plain["curves"][trainer]
@@ -82,9 +88,9 @@ def test_a_stopped_run_resumes_bit_for_bit(found: dict[str, Any]) -> None:
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("trainer", runs.TRAINERS)
+@pytest.mark.parametrize("trainer", cases.NAMES)
 def test_each_trainer_resumes_bit_for_bit(found: dict[str, Any], trainer: str) -> None:
-    for stop in runs.stops_of(trainer):
+    for stop in cases.stops_of(trainer):
         run = found[f"{trainer} at {stop}"]
         assert len(run["straight"]) == 12
         assert run["resumed"] == run["straight"], stop
@@ -129,16 +135,16 @@ def test_a_resume_without_states_that_is_asked_for(found: dict[str, Any]) -> Non
     assert found["without states"][-1] == 12
 
 
-def test_models_that_transformers_divided_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_that_transformers_divided_are_refused(
+    runs: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = runs.llama()
     monkeypatch.setattr(type(model), "is_distributed_loading_by_transformers", True)
     arguments = runs.TrainingArguments(str(tmp_path), use_cpu=True)
     with pytest.raises(ModelError, match="Load it without distributed_config"):
-        ZeroshardTrainer(model, arguments)
+        runs.over(runs.Trainer, zs.Plan())(model, arguments)
 
 
-def test_the_mixin_comes_before_the_trainer() -> None:
-    from transformers import Seq2SeqTrainer
-
+def test_the_mixin_comes_before_the_trainer(runs: ModuleType) -> None:
     with pytest.raises(ConfigError, match="Write `class Wrong\\(ZeroshardMixin, Seq2SeqTrainer\\)`"):
-        type("Wrong", (Seq2SeqTrainer, runs.ZeroshardMixin), {})
+        type("Wrong", (runs.Seq2SeqTrainer, runs.ZeroshardMixin), {})

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import random
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from datasets import Dataset
+from interop.trainer_cases import DEFAULT, PLANS, stops_of
 from interop.trainer_models import llama, pairs, preferences, reward_model, sentences, t5, tokenizer
 from jobs import error_of
 from transformers import (
@@ -32,13 +32,6 @@ os.environ |= {"CI": "1", "HF_HUB_OFFLINE": "1"}  # read by TRL, which else repo
 from zeroshard.interop.transformers import ZeroshardMixin
 
 Build = Callable[..., Trainer]
-PLANS = {
-    "zero 0": {"zero": 0},
-    "zero 1": {"zero": 1},
-    "zero 2": {"zero": 2},
-    "zero 3": {"zero": 3},
-    "offload": {"zero": 3, "offload": "optimizer,parameters"},
-}
 
 
 def over(trainer: type, plan: zs.Plan | None) -> Any:
@@ -161,7 +154,6 @@ TRAINERS: dict[str, Build] = {
     "sft lora": partial(with_adapters, sft), "dpo lora": partial(with_adapters, dpo),
 }  # fmt: skip
 SUMS = {"gradient_accumulation_steps": 2, "label_smoothing_factor": 0.1, "max_steps": 6}
-DEFAULT = {"trainer": "zero 3", "seq2seq": "zero 3", "sft": "zero 3", "dpo": "zero 2", "reward": "offload"}
 
 
 def record(trainer: Trainer) -> dict[str, list[Any]]:
@@ -284,11 +276,6 @@ def dear_features(folder: Path) -> dict[str, Any]:
         grouped.train()
         found[name] = record(grouped)
     return found
-
-
-def stops_of(trainer: str) -> list[int]:
-    """Five of the twelve steps, by which a run of this trainer is stopped."""
-    return random.Random(trainer).sample(range(4, 12), 5)
 
 
 def kills(folder: Path, name: str) -> dict[str, Any]:
