@@ -51,9 +51,10 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def job_on(mesh: Mesh, words: list[str]) -> str:
     """What one rank of a job prints, which the pool starts in the place of the launcher."""
     with contextlib.redirect_stdout(io.StringIO()) as heard:
-        done = run_job(parse(TrainConfig, words, "zeroshard train"), mesh)
+        config = parse(TrainConfig, words, "zeroshard train")
+        done = run_job(config, mesh)
         if done is not None:
-            present(*done)
+            present(*done, config)
     return heard.getvalue()
 
 
@@ -70,7 +71,8 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 
 def test_default_run_on_two_ranks_leaves_a_whole_run_folder(tmp_path: Path) -> None:
     """The built-in corpus and model, fewer steps."""
-    output = zeroshard("train", "--steps", "12", "--sample-tokens", "8", "--validation-rows", "8", cwd=tmp_path)
+    words = ("--steps", "12", "--sample-tokens", "8", "--validation-rows", "8", "--tables")
+    output = zeroshard("train", *words, cwd=tmp_path)
     (run,) = (tmp_path / "runs").iterdir()
     files = {path.name for path in run.iterdir()}
     written = {"config.toml", "run.json", "run.lock", "metrics.jsonl", "memory.json", "summary.json", "report.html"}
@@ -324,6 +326,7 @@ def test_a_run_in_stages_leaves_its_timeline(pool: Pool, text: Path, tmp_path: P
         "--steps",
         "9",
         "--trace",
+        "--tables",
     ]
     output, run = job_of(pool, 4, text, tmp_path / "runs", *words)
     content = json.loads((run / "timeline.json").read_text())

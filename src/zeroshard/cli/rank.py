@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
@@ -59,7 +58,7 @@ def run_rank(config: TrainConfig, again: str) -> None:
         mesh = init_mesh(config.plan.timeout, None if config.device == "auto" else config.device)
         done = run(config, mesh, again=again)
         if done is not None:
-            present(*done)
+            present(*done, config)
         Comm(mesh).agree(b"\0", "end of the run")
     except BaseException as error:
         leave(error, mesh)
@@ -67,8 +66,8 @@ def run_rank(config: TrainConfig, again: str) -> None:
     os._exit(0)  # all is written; a normal exit would wait for peers, see _leave in mesh.py
 
 
-def present(summary: dict[str, Any], folder: Path) -> None:
-    """Draw the report of a finished run and print its summary.
+def present(summary: dict[str, Any], folder: Path, config: TrainConfig) -> None:
+    """Draw the report of a finished run and print its summary, with its tables if they are asked for.
 
     The run is complete and saved, so failures here do not make it fail.
     """
@@ -76,8 +75,12 @@ def present(summary: dict[str, Any], folder: Path) -> None:
         try:
             report = write_report(folder)
         finally:
-            _print_summary(summary, Console(highlight=False))
-        print(f"run folder {folder}\nreport     {report}", flush=True)
+            _print_summary(summary, Console(highlight=False), config.tables)
+        print(f"report     {report}")
+        if config.checkpoint:
+            words = shlex.join(["zeroshard", "generate", str(folder), "--prompt", config.prompt])
+            print(f"next       {words}")
+        sys.stdout.flush()
     except BrokenPipeError:
         return
     except Exception as error:
@@ -154,33 +157,47 @@ def _is_first(error: BaseException, mesh: Mesh | None) -> bool:
         return True
 
 
-def _print_summary(summary: dict[str, Any], console: Console) -> None:
+def _print_summary(summary: dict[str, Any], console: Console, tables: bool) -> None:
     plan = summary["plan"]
     pipeline = plan["pipeline_parallel"]
     stages = f"{pipeline['stages']} stages ({pipeline['schedule']}), " if pipeline["stages"] > 1 else ""
-    console.print(
-        f"\n[bold]{escape(summary['title'])}[/]: {summary['parameters']:,} parameters, zero {plan['zero']}, {stages}"
-        f"{summary['world_size']} ranks, "
-        f"{summary['steps']} steps in {summary['seconds']:.0f} s",
-        soft_wrap=True,
-    )
-    console.print(f"train      {summary['train_bits_per_byte']:.3f} bits per byte (mean of the last 50 steps)")
-    console.print(f"validation {summary['validation_bits_per_byte']:.3f} bits per byte on held-out text")
-    if speed := _speed(summary["speed"]):
-        console.print(f"speed      {speed}", soft_wrap=True)
-    for rank, layers in enumerate(summary["layers"] if stages else ()):
-        shown = layers if len(layers) <= MOST_LAYERS else [*layers[:3], "...", layers[-1]]
-        console.print(f"rank {rank:<5} {', '.join(shown)}", soft_wrap=True, markup=False)
-    if summary["skipped"]:
-        console.print(f"skipped    {summary['skipped']} steps")
     if summary["sample"]:
         console.rule("sample")
         console.print(summary["sample"], markup=False)
         console.rule()
-    if summary["shares_memory"] and summary["plan"]["zero"]:
-        console.print("The ranks share memory: parameters are there once, each rank counts its part, none are sent.")
-    console.print(_memory_table(summary["memory"], summary["rank"]))
-    console.print(_traffic_table(summary["traffic"]))
+    if tables:
+        for rank, layers in enumerate(summary["layers"] if stages else ()):
+            shown = layers if len(layers) <= MOST_LAYERS else [*layers[:3], "...", layers[-1]]
+            console.print(f"rank {rank:<5} {', '.join(shown)}", soft_wrap=True, markup=False)
+        if summary["shares_memory"] and plan["zero"]:
+            console.print(
+                "The ranks share memory: parameters are there once, each rank counts its part, none are sent."
+            )
+        console.print(_memory_table(summary["memory"], summary["rank"]))
+        console.print(_traffic_table(summary["traffic"]))
+    skipped = f", {summary['skipped']} skipped" if summary["skipped"] else ""
+    lines = {
+        "run": f"{summary['title']}: {summary['parameters']:,} parameters, zero {plan['zero']}, {stages}"
+        f"{summary['world_size']} ranks, {summary['steps']} steps in {summary['seconds']:.0f} s{skipped}",
+        "train": f"{summary['train_bits_per_byte']:.3f} bits per byte (mean of the last 50 steps)",
+        "validation": f"{summary['validation_bits_per_byte']:.3f} bits per byte on held-out text",
+        "speed": _speed(summary["speed"]),
+        "memory": _memory(summary),
+    }
+    for name, line in lines.items():
+        if line:
+            console.print(f"{name:<10} {line}", soft_wrap=True, markup=False)
+
+
+def _memory(summary: dict[str, Any]) -> str:
+    """The peak of the ledger in the recorded step with its largest category, and the process's resident memory."""
+    resident = f"{format_bytes(summary['rss_bytes'])} resident in the process of rank {summary['rank']}"
+    if summary["peak_bytes"] is None:
+        return resident
+    rows = [row for row in summary["memory"] if row["tier"] == "device"]
+    largest = max(rows, key=lambda row: row["peak_bytes"])
+    most = f"{largest['category']} up to {format_bytes(largest['peak_bytes'])}"
+    return f"peak {format_bytes(summary['peak_bytes'])} by the ledger ({most}); {resident}"
 
 
 def _speed(speed: dict[str, float | None]) -> str:

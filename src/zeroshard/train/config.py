@@ -131,6 +131,8 @@ class TrainConfig:
     device: str = "auto"
     """Device to train on: cpu, cuda (ROCm too), or another accelerator by torch's name; auto takes an accelerator when
     there is one for every rank."""
+    tables: bool = False
+    """Print the tables of memory and traffic at the end, which the report has in any case."""
     planning: Annotated[Literal["given", "auto"], Named("plan")] = "given"
     """Train under the options of the plan ("given"), or under the fastest plan that fits ("auto"), which is searched
     for before the run; options that the search does not choose stay as given."""

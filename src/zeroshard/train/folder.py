@@ -30,10 +30,12 @@ class RunFolder:
     Attributes:
         continued: whether the folder is that of a run that was cut off.
         split: that run's cuts between stages, reused because newly measured layer times might move them.
+        peak_bytes: the most that the ledger held on the device in the recorded step; None before it.
     """
 
     def __init__(self, path: Path, continued: bool, split: Sequence[str]) -> None:
         self.path, self.continued, self.split = path, continued, tuple(split)
+        self.peak_bytes: int | None = None
         self._metrics: TextIO | None = None
         self._loggers: Loggers | None = None
         self._owner: Owner | None = None  # on the rank that holds the lock
@@ -88,6 +90,7 @@ class RunFolder:
 
     def write_memory(self, events: Sequence[Event], rank: int) -> None:
         """Write the memory of one step, for the report's picture."""
+        self.peak_bytes = max((sum(event.nbytes.values()) for event in events), default=None)
         if self._metrics is not None:
             rows = [{"t": event.t, "label": event.label, "bytes": event.nbytes} for event in events]
             content = {"rank": rank, "categories": [str(category) for category in Category], "events": rows}

@@ -378,6 +378,8 @@ class Run:
             "skipped": engine.skipped,
             "seconds": seconds,
             "speed": self._speed.summary(),
+            "peak_bytes": self.folder.peak_bytes,
+            "rss_bytes": psutil.Process().memory_info().rss,
             "zeroshard": __version__,
             "torch": str(torch.__version__),
             "layers": engine.world.agree_on(engine.layers, "layers of every rank"),
