@@ -165,3 +165,5 @@ def test_an_error_in_the_thread_comes_with_its_batch(tmp_path: Path) -> None:
     loader = Loader(open_data(path, sequence=4))
     with pytest.raises(DataError, match=r"a\.jsonl, line 31 is no JSON record"):
         list(islice(loader, 200))
+    with pytest.raises(DataError, match=r"a\.jsonl, line 31 is no JSON record"):  # and not a wait for ever
+        list(islice(loader, 200))

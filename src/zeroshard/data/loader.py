@@ -148,7 +148,11 @@ class Loader:
         if self._ahead is None or self._ahead[0] != wanted:
             self._restart(wanted)
         assert self._ahead is not None
-        batch = self._ahead[1].next()
+        try:
+            batch = self._ahead[1].next()
+        except BaseException:
+            self.close()  # its thread has ended; asked again, another meets the same document
+            raise
         following = [sample + wanted[-1] + 1 - wanted[0] for sample in wanted]
         self._ahead = following if _consecutive(wanted) else [], self._ahead[1]
         self._position, self._readers = wanted[-1] + 1, batch.readers
