@@ -105,6 +105,16 @@ def read(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
     return run
 
 
+def test_configurations_of_frozen_weights_in_few_bits_are_planned_as_qlora_alone(tmp_path: Path) -> None:
+    table = {"model_type": "llama", "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
+    (tmp_path / "config.json").write_text(json.dumps(table))
+    words = ["--gpu", "A100-80", "--model", str(tmp_path)]
+    with pytest.raises(ConfigError, match=r"quantised by bitsandbytes.*--adapters qlora"):
+        read_question(words, {})
+    options, _ = read_question([*words, "--adapters", "qlora"], {})
+    assert options.adapters == "qlora"
+
+
 def test_the_table_names_plans_numbers_and_ways(read: Callable[..., str]) -> None:
     text = read()
     lines = text.splitlines()

@@ -11,9 +11,10 @@ from zeroshard.cli.plan import described_task
 from zeroshard.cli.plan_options import PlanOptions, described_machines
 from zeroshard.doctor.hardware import Machines
 from zeroshard.plan import Plan
-from zeroshard.planner.formulas import ModelBlock, ModelShape, StepSize, first_rows
+from zeroshard.planner.formulas import AdapterSize, ModelBlock, ModelShape, StepSize, first_rows
+from zeroshard.planner.predict.adapters import AdapterName
 from zeroshard.planner.predict.predict import predict
-from zeroshard.planner.search.adapted import trained_as
+from zeroshard.planner.search.adapted import trained_as, with_adapters
 from zeroshard.planner.search.search import search
 from zeroshard.planner.search.text import changes
 from zeroshard.train.family import gpt_task
@@ -71,6 +72,18 @@ def test_peaks_are_within_ten_percent_of_rehearsed_ones(settings: dict[str, obje
     rehearsed = predict(gpt_task(config, ranks), Plan(precision="bf16", **settings), machines, 1)  # type: ignore[arg-type]
     wanted = f"zero {settings['zero']}" + (", recompute" if "recompute" in settings else "") + ", 1 row"
     row = next(row for row in first_rows(shape, StepSize(1, 256, 2), machines) if row.plan == wanted)
+    assert row.peak == pytest.approx(rehearsed.peak_bytes, rel=0.1)
+
+
+@pytest.mark.parametrize(("name", "width"), [("lora", 2.0), ("qlora", 0.516)])
+def test_peaks_of_adapters_are_within_ten_percent_of_rehearsed_ones(name: AdapterName, width: float) -> None:
+    config = GPTConfig(vocabulary=4096, context=256, width=512, heads=8, layers=8)
+    each, machines = 12 * 512**2 + 2 * 512, Machines.of("A100-80", 1)
+    block = ModelBlock(8, each, each, 19.1 * 512, attention=1024, sides=16 * 512)
+    shape = ModelShape((block,), 4096 * 512 + 512, 512, 4096, chunks=True)
+    rehearsed = predict(with_adapters(gpt_task(config, 1), name, 16), Plan(precision="bf16", zero=0), machines, 1)
+    step = StepSize(1, 256, 2, AdapterSize(16, width))
+    row = next(row for row in first_rows(shape, step, machines) if row.plan == "zero 0, 1 row")
     assert row.peak == pytest.approx(rehearsed.peak_bytes, rel=0.1)
 
 

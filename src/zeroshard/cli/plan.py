@@ -84,7 +84,7 @@ def run_plan(options: PlanOptions, machines: Machines | None) -> None:
             options.top,
             say,
             options.offload,
-            first=partial(_print_estimates, title),
+            first=(lambda found: None) if options.json else partial(_print_estimates, title),
             fresh=options.fresh,
         )
         if options.explain is not None:

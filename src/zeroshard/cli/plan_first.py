@@ -8,17 +8,18 @@ from rich.table import Table
 
 from zeroshard.cli.plan_options import ROWS, SEQUENCE, PlanOptions, precision_for
 from zeroshard.doctor.hardware import Machines
-from zeroshard.planner.formulas import StepSize, first_rows
+from zeroshard.planner.formulas import AdapterSize, StepSize, first_rows
 from zeroshard.train.model_shape import shape_of
 from zeroshard.train.sizes import SIZES
 
 SHOWN = 6  # rows
+PACKED_WIDTH = 0.5 + 1 / 64 + 4 / (64 * 256)  # bytes of a weight in 4 bits, with its scales (2305.14314, section 3)
 COLUMNS = 120  # without a terminal
 
 
 def print_first_table(options: PlanOptions, machines: Machines) -> None:
     """Print the first table on stderr, apart from the result; nothing for models of unknown shapes."""
-    if options.own or options.largest or options.json or options.adapters or options.optimizer != "adamw":
+    if options.own or options.largest or options.json or options.optimizer != "adamw":
         return
     shape = shape_of(options.model)
     if shape is None:
@@ -26,8 +27,11 @@ def print_first_table(options: PlanOptions, machines: Machines) -> None:
     sequence = options.sequence or (SIZES[options.model].context if options.model in SIZES else SEQUENCE)
     rows = max(1, (options.global_batch or ROWS * machines.count) // machines.count)
     precision = precision_for(options, machines)
-    step = StepSize(rows, sequence, {"fp32": 4}.get(precision, 2))
-    title = f"First table: {shape.parameters / 1e9:.3g} B parameters in {precision}, on {machines}"
+    width = {"fp32": 4}.get(precision, 2)
+    frozen = {"lora": width, "qlora": PACKED_WIDTH}.get(options.adapters or "")
+    step = StepSize(rows, sequence, width, AdapterSize(options.adapter_rank, frozen) if frozen else None)
+    beside = f", frozen beside {options.adapters} of rank {options.adapter_rank}" if frozen else ""
+    title = f"First table: {shape.parameters / 1e9:.3g} B parameters in {precision}{beside}, on {machines}"
     table = Table(title=f"{title}", title_justify="left", box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     table.add_column("plan", ratio=1)
     for head in ("room", "device GiB", "host GiB", "tokens/s"):

@@ -10,7 +10,7 @@ from zeroshard.doctor.profile import MachineProfile, default_path
 from zeroshard.errors import ConfigError
 from zeroshard.text import parse_bytes
 from zeroshard.train.config import OptimizerName
-from zeroshard.train.model_shape import stated_dtype
+from zeroshard.train.model_shape import configuration, stated_dtype
 from zeroshard.train.named_models import code_named, is_code, model_named
 from zeroshard.train.options import parse
 
@@ -170,6 +170,7 @@ def read_question(argv: Sequence[str], environment: Mapping[str, str]) -> tuple[
     if options.params is not None:
         return options, None
     model_named(options.model)
+    _refuse_quantised(options)
     if not options.own and options.batch_of is not None:
         raise ConfigError(f"batch_of is for a model of your own and {options.model} makes its own; leave it out.")
     if options.batch_of is not None and code_named(options.batch_of) is None:
@@ -178,6 +179,22 @@ def read_question(argv: Sequence[str], environment: Mapping[str, str]) -> tuple[
         if path.is_dir() or not path.absolute().parent.is_dir():
             raise ConfigError(f"{path} cannot be written; name a file in a folder that exists.")
     return options, described_machines(options, options.profile or default_path(environment))
+
+
+def _refuse_quantised(options: PlanOptions) -> None:
+    """Refuse configurations of frozen weights in 4 or 8 bits, which are planned as QLoRA alone.
+
+    Raises:
+        ConfigError: the configuration has them, and no such adapters are asked for.
+    """
+    table = None if options.own or options.largest else configuration(options.model)
+    quantised = (table or {}).get("quantization_config")
+    method = quantised.get("quant_method") if isinstance(quantised, Mapping) else None
+    if method == "bitsandbytes" and options.adapters != "qlora":
+        raise ConfigError(
+            f"{options.model} has weights that are quantised by {method}, which are not trained themselves; add "
+            f"--adapters qlora, or take quantization_config out of the file to plan for all weights."
+        )
 
 
 def precision_for(options: PlanOptions, machines: Machines) -> Precision:

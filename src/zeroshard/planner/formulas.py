@@ -28,6 +28,7 @@ class ModelBlock:
         used: of them, those that a token uses.
         kept: numbers of 16 bits that autograd keeps of one token.
         attention: width of the queries and of the values of all heads, which each pair of positions multiplies.
+        sides: inputs and outputs of all linear layers, beside which adapters lie.
     """
 
     number: int
@@ -35,6 +36,7 @@ class ModelBlock:
     used: int
     kept: float
     attention: int
+    sides: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,19 @@ class ModelShape:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterSize:
+    """Adapters beside a frozen model.
+
+    Attributes:
+        rank: of them.
+        width: bytes of a frozen weight in the blocks.
+    """
+
+    rank: int
+    width: float
+
+
+@dataclass(frozen=True, slots=True)
 class StepSize:
     """A step of one rank.
 
@@ -88,11 +103,13 @@ class StepSize:
         rows: of the rank.
         sequence: tokens of a row.
         width: bytes of a parameter: 2 or 4.
+        adapters: that are trained instead of all weights; None without.
     """
 
     rows: int
     sequence: int
     width: int
+    adapters: "AdapterSize | None" = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +181,8 @@ ARRANGEMENTS = (
 def first_rows(shape: ModelShape, step: StepSize, machines: Machines) -> list[FirstRow]:
     """The first table, rows that are likely to fit first, the fastest of them first."""
     chosen = [one for one in ARRANGEMENTS if one.alone or machines.count > 1]
+    if step.adapters is not None:
+        chosen = [one for one in chosen if not one.hosted]
     return sorted((min(_rows(shape, step, machines, one), key=_order) for one in chosen), key=_order)
 
 
@@ -188,11 +207,24 @@ def _rows(shape: ModelShape, step: StepSize, machines: Machines, arranged: Arran
 def device_bytes(shape: ModelShape, step: StepSize, ranks: int, arranged: Arrangement, microbatches: int) -> float:
     """Bytes at the peak of a rank: states, activations of one microbatch, the logits, and gradients on their way."""
     shares = {"1": 1.0, "N": 1 / ranks, "half": 0.5, "0": 0.0}
-    weights, gradients, updated = (shares[each] * shape.parameters for each in arranged.slices)
+    trained = _trained(shape, step)
+    weights, gradients, updated = (shares[each] * trained for each in arranged.slices)
     states = step.width * (weights + gradients) + (MASTER[step.width] + MOMENTS) * updated
+    if step.adapters is not None:
+        frozen = step.adapters.width * (shape.parameters - shape.rest) + step.width * shape.rest
+        largest = step.adapters.width * shape.largest + step.width * shape.rest
+        frozen = shares[arranged.slices[0]] * frozen + largest * min(arranged.gathered, 1)
+        return states + frozen + _activations(shape, step, arranged, microbatches)
     gathered = step.width * (arranged.gathered * shape.largest + min(arranged.gathered, 1) * shape.rest)
     waiting = SUMS * max(shape.rest, shape.largest + min(shape.rest, shape.largest))
     return states + gathered + waiting + _activations(shape, step, arranged, microbatches)
+
+
+def _trained(shape: ModelShape, step: StepSize) -> int:
+    """Trained parameters: all, or those of adapters."""
+    if step.adapters is None:
+        return shape.parameters
+    return step.adapters.rank * sum(block.number * block.sides for block in shape.blocks)
 
 
 def _activations(shape: ModelShape, step: StepSize, arranged: Arrangement, microbatches: int) -> float:
@@ -218,9 +250,11 @@ def _host_bytes(shape: ModelShape, step: StepSize, machines: Machines, arranged:
 def _seconds(shape: ModelShape, step: StepSize, machines: Machines, arranged: Arrangement) -> float:
     """Of one step: computation beside traffic, and updates in host memory after both."""
     rates = machines.device.matrix_flops
-    flops = 2 * (2 + arranged.forwards) * shape.used * step.rows * step.sequence
+    backwards = 2 if step.adapters is None else 1  # frozen weights have no gradients
+    flops = 2 * (backwards + arranged.forwards) * shape.used * step.rows * step.sequence
     compute = flops / rates.get({2: "bf16", 4: "fp32"}[step.width], rates["fp32"])
-    nbytes, own = step.width * shape.parameters, shape.parameters / machines.count
+    sent = shape.parameters if arranged.gathered else _trained(shape, step)
+    nbytes, own = step.width * sent, shape.parameters / machines.count
     wire = arranged.passes * machines.wire_seconds("gather", nbytes, machines.count)
     copies = max(arranged.hosted, 2 * arranged.hosted - 1) * machines.copy_seconds(step.width * own)
     update = min(arranged.hosted, 1) * machines.update_seconds((4 + MOMENTS) * own)

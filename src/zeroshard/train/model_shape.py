@@ -15,6 +15,7 @@ LIKE_LLAMA = (
 )
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # names of their number
 LIKE_GPT2 = ("gpt2", "gpt_neox")
+GPT_SIDES = 16  # inputs and outputs of its linear layers, by width: 1 + 3, 1 + 1, 1 + 4, 4 + 1
 GPT_KEPT = 19.1  # numbers of 16 bits that autograd keeps of a token, by width, in the built-in model's block
 WIDTHS_KEPT, QUERIES_KEPT, PAIRS_KEPT, INNER_KEPT = 8.04, 2, 2, 4  # by width, queries, keys and inner width, in Llama's
 
@@ -54,7 +55,7 @@ def shape_of(model: str) -> ModelShape | None:
         size = SIZES[model]
         width, vocabulary = size.width, size.vocabulary
         each = 12 * width**2 + 2 * width
-        block = ModelBlock(size.layers, each, each, GPT_KEPT * width, 2 * width)
+        block = ModelBlock(size.layers, each, each, GPT_KEPT * width, 2 * width, GPT_SIDES * width)
         return ModelShape((block,), vocabulary * width + width, width, vocabulary, chunks=True)
     table = configuration(model)
     if table is None:
@@ -74,7 +75,7 @@ def _like_gpt2(table: Mapping[str, Any]) -> ModelShape:
     each = 12 * width**2 + 13 * width
     tables = 1 if table.get("tie_word_embeddings", table["model_type"] == "gpt2") else 2
     rest = (tables * vocabulary + learned + 2) * width
-    block = ModelBlock(layers, each, each, GPT_KEPT * width, 2 * width)
+    block = ModelBlock(layers, each, each, GPT_KEPT * width, 2 * width, GPT_SIDES * width)
     return ModelShape((block,), rest, width, vocabulary, chunks=False)
 
 
@@ -87,7 +88,9 @@ def _like_llama(table: Mapping[str, Any]) -> ModelShape:
         """A block whose feed-forward has so many inner features, of which a token uses some."""
         kept = WIDTHS_KEPT * width + QUERIES_KEPT * queries + PAIRS_KEPT * pairs + INNER_KEPT * used
         common = attention + 2 * width + many * width * (held != used)
-        return ModelBlock(number, common + 3 * width * held, common + 3 * width * used, kept, queries + values)
+        sides = 4 * width + 2 * queries + 2 * pairs + (3 * (width + held) if held == used else 0)
+        held, used = common + 3 * width * held, common + 3 * width * used
+        return ModelBlock(number, held, used, kept, queries + values, sides)
 
     each = table.get("moe_intermediate_size") or inner
     shared = table.get("n_shared_experts", 0) * each + table.get("shared_expert_intermediate_size", 0)

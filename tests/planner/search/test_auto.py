@@ -50,6 +50,13 @@ def batch(rows: int = 1) -> dict[str, torch.Tensor]:
     return {"x": torch.arange(rows * WIDTH, dtype=torch.float32).view(rows, WIDTH)}
 
 
+def test_quantised_weights_are_refused_with_the_way_out() -> None:
+    model = Net()
+    model.first.weight = nn.Parameter(torch.zeros(8, 1, dtype=torch.uint8), requires_grad=False)
+    with pytest.raises(PlanError, match=r"first\.weight is quantised \(torch\.uint8\).*--adapters qlora"):
+        zs.Plan.auto(model, batch(), optimizer=ADAM, machines=HERE)
+
+
 def test_the_plan_fits_and_the_model_stays_as_it_was() -> None:
     """Adam's states take 16 bytes per parameter, all of the limit; halves of them leave room (ZeRO, section 3.1)."""
     model = Net()

@@ -149,10 +149,17 @@ def task_of(model: nn.Module, batch: Any, optimizer: Any, ranks: int) -> Trainin
     """The task of training a module on such batches.
 
     Raises:
-        PlanError: the model or the optimizer is none. BatchError: the batch has no common first dimension.
+        PlanError: the model or the optimizer is none, or weights are quantised. BatchError: the batch has no common
+            first dimension.
     """
     if not isinstance(model, nn.Module):
         raise PlanError(f"The model is a {type(model).__name__}; a plan is made for an nn.Module.")
+    for name, parameter in model.named_parameters():
+        if not parameter.is_floating_point() or type(parameter.data).__module__.startswith("torchao"):
+            raise PlanError(
+                f"{name} is quantised ({parameter.dtype}), and a rehearsal has no copies of such weights; plan this "
+                f"model in floating point, or its adapters by `zeroshard plan --adapters qlora`, and give that plan."
+            )
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
     sizes = {leaf.shape[0] if leaf.dim() else 0 for leaf in tensors}
     if len(sizes) != 1 or 0 in sizes:
