@@ -224,3 +224,14 @@ def test_what_cannot_be_is_refused(
 ) -> None:
     Path("file").touch()
     assert part in refusal(capsys, *[str(saved[0]) if word == "RUN" else word for word in words])
+
+
+def test_codes_of_quantised_weights_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They would be loaded as values; an engine writes the weights that they stand for."""
+    bnb = pytest.importorskip("bitsandbytes")
+    base = bnb.nn.Linear4bit(64, 64, compute_dtype=torch.float32, quant_type="nf4").requires_grad_(False)
+    model = nn.Sequential(base, nn.Linear(64, 1)).to("cpu")
+    engine = zs.Engine(model, lambda ps: torch.optim.SGD([p for p in ps if p.requires_grad], lr=0.1))
+    engine.save(tmp_path / "step-00000001", wait=True)
+    said = refusal(capsys, str(tmp_path / "step-00000001"))
+    assert "'0.weight' and 0 more quantised weights" in said and "engine.export(out)" in said

@@ -1,6 +1,6 @@
 """`zeroshard export`: the weights of a checkpoint as safetensors, under the names that the model's files have."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -23,9 +23,11 @@ from zeroshard.checkpoint.export import (
 from zeroshard.checkpoint.file_names import FAMILY, grouped, stacks_apart
 from zeroshard.checkpoint.folder import find_checkpoint
 from zeroshard.checkpoint.weights import SINGLE
+from zeroshard.errors import CheckpointError
 from zeroshard.text import format_bytes
 from zeroshard.train.option_tree import Positional
 
+STATISTICS = ("_absmax", "_SCB")  # ends of the names of quantised weights' scales
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -78,12 +80,16 @@ def planned(reader: Reader, dtype: torch.dtype | None, most: int) -> tuple[Expor
 
     Returns:
         the files; and by the name of a tensor of the model, its full name in the checkpoint.
+
+    Raises:
+        CheckpointError: weights are quantised.
     """
     config, tied = reader.facts.get("config"), reader.facts.get("tied")
     config = config if isinstance(config, dict) else None  # other programs may write other facts
     sources = {name: f"{kind}:{name}" for kind in ("weight", "buffer") for name in reader.names(kind)}
     if config is None and isinstance(tied, dict):
         sources |= {name: sources[str(first)] for name, first in tied.items() if str(first) in sources}
+    _refuse_codes(reader, sources)
     slots = []
     for name, source in sources.items():
         entry = reader.tensors[source]
@@ -99,6 +105,27 @@ def planned(reader: Reader, dtype: torch.dtype | None, most: int) -> tuple[Expor
     texts = {CONFIG: config, GENERATION: reader.facts.get("generation")}
     origin = reader.facts.get("origin")
     return plan_export(groups, most, texts, Path(origin) if origin else None, narrowed(groups, wide)), sources
+
+
+def _refuse_codes(reader: Reader, sources: Mapping[str, str]) -> None:
+    """Refuse codes of quantised weights, whose format is in the model's modules and in no checkpoint.
+
+    Raises:
+        CheckpointError: with the first of them.
+    """
+    ends = {name: name.rpartition("_")[0] for name in sources if name.endswith(STATISTICS)}
+    codes = [whole for whole in ends.values() if whole in sources and not _is_floating(reader, sources[whole])]
+    if codes:
+        raise CheckpointError(
+            f"{reader.path} holds '{codes[0]}' and {len(codes) - 1} more quantised weights, and from_pretrained would "
+            f"take their codes for values. Make the engine of the run, call engine.load(folder), then "
+            f"engine.export(out), which writes the weights that they stand for; or engine.export(out, merge=True) with "
+            f"the adapters added, or adapters=True for these alone."
+        )
+
+
+def _is_floating(reader: Reader, source: str) -> bool:
+    return reader.tensors[source].dtype.is_floating_point
 
 
 def _on_meta(config: dict[str, Any]) -> Any:

@@ -15,7 +15,10 @@ from pool import Pool
 from safetensors.torch import load_file, save_file
 
 import zeroshard as zs
+from zeroshard.checkpoint.shard_file import ShardFile
 from zeroshard.errors import CheckpointError, ModelError
+from zeroshard.interop.huggingface.loading import build
+from zeroshard.interop.huggingface.pretrained import PretrainedValues
 
 transformers = pytest.importorskip("transformers")
 from interop.huggingface.families import folder, made  # noqa: E402
@@ -296,3 +299,19 @@ def test_16_bit_files_become_masters_as_they_are(tmp_path: Path, dtype: torch.dt
     kept = zs.checkpoint.WeightFiles(tmp_path / "step-00000001", {})
     for name, value in model.state_dict().items():
         assert torch.equal(kept.whole(f"weight:{name}").view(value.shape), value.float()), name
+
+
+def test_tied_weights_are_compared_before_more_is_read(tmp_path: Path) -> None:
+    """A few rows show that they differ; the rest of the file is not read for it."""
+    shutil.copytree(folder("qwen2"), tmp_path / "model")
+    changed(lambda tensors: swapped(tensors, HEAD, lambda _: tensors[EMBED] + 1))(tmp_path / "model")
+    model = build(tmp_path / "model", None)
+    read: list[int] = []
+    fill = ShardFile.fill
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            ShardFile, "fill", lambda self, name, box, into: (read.append(box.numel), fill(self, name, box, into))
+        )
+        with pytest.raises(CheckpointError, match="holds other values under"):
+            PretrainedValues(tmp_path / "model", model, True, "refuse")
+    assert sum(read) == 2 * model.get_parameter(EMBED).shape[1]  # the first row of both

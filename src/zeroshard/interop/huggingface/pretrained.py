@@ -5,6 +5,7 @@ and box into each rank's slices ([Note: values from files]).
 """
 
 import importlib
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from zeroshard.checkpoint.stream import CODES, bytes_of
 from zeroshard.checkpoint.weights import LoadReport, Shards, files_of
 from zeroshard.errors import CheckpointError, ModelError
 from zeroshard.interop.huggingface.conversion import model_tensors, pretrained_part
-from zeroshard.interop.huggingface.lazy import LazyTensor, StoredTensor, whole_of
+from zeroshard.interop.huggingface.lazy import ConvertedTensor, LazyTensor, StoredTensor, whole_of
 from zeroshard.interop.huggingface.quantized import METHOD, by_own_names, quantised_tensors
 from zeroshard.interop.huggingface.scaled import ScaledShards
 from zeroshard.text import format_names
@@ -125,6 +126,7 @@ class PretrainedValues:
         self._tensors.tensors = quantised_tensors(model, self._tensors.tensors)
         self._match = self._matched(initialises=missing == "initialise")
         self._refuse(strict, missing == "initialise")
+        self._compare_tied()
         self._drawn: dict[str, torch.Tensor] = {}
         self._owners = dict(_owners(model, self._part))
 
@@ -246,6 +248,23 @@ class PretrainedValues:
             f"was trained there, or pass {' and '.join(ways)}."
         )
 
+    def _compare_tied(self) -> None:
+        """Compare a few rows of values under several names of one parameter, before more is read; `fill` compares all.
+
+        Raises:
+            CheckpointError: they differ.
+        """
+        for name, ((_, first), *others) in self._match.places.items():
+            for alias, tensor in others:
+                if isinstance(first, ConvertedTensor) or isinstance(tensor, ConvertedTensor):
+                    continue  # a row of it would take all of it
+                for box in _sample(tuple(min(pair) for pair in zip(first.shape, tensor.shape, strict=True))):
+                    rows = [torch.empty(box.shape, dtype=first.dtype) for _ in range(2)]
+                    first.fill(box, rows[0])
+                    tensor.fill(box, rows[1])
+                    if bytes_of(rows[0]) != bytes_of(rows[1]):
+                        self._refuse_unequal(name, alias)
+
     def _refuse_unlike(self, name: str) -> None:
         tensor, first = self._tensors.tensors[name], self._wanted.tied.get(name, name)
         stored, needed = next(tensor.stored()), self._wanted.shapes[first]
@@ -279,6 +298,12 @@ def _clipped(targets: Iterable[BoxValues], shape: Shape) -> Iterator[BoxValues]:
         common = intersection(box, Box.whole(shape)) if shape else box
         if common is not None:
             yield BoxValues(common, values[common.slices(box)])
+
+
+def _sample(shape: Shape) -> Iterator[Box]:
+    """The first, the middle and the last row of a shape."""
+    for row in sorted({0, shape[0] // 2, shape[0] - 1}) if shape and math.prod(shape) else ():
+        yield Box((row, *(0 for _ in shape[1:])), (1, *shape[1:]))
 
 
 def _fits(name: str, patterns: Iterable[re.Pattern[str]]) -> bool:
