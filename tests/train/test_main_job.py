@@ -366,7 +366,7 @@ def test_a_run_that_never_flushes_reports_from_the_last_stage(
     ]
     output, run = job_of(pool, 2, text, tmp_path / "runs", *words)
     summary = json.loads((run / "summary.json").read_text())
-    assert summary["rank"] == 1 and "(rank 1)" in output
+    assert summary["rank"] == 1 and "in the process of rank 1" in output
     lines = [line for line in metrics(run) if "loss" in line]
     assert [line["step"] for line in lines] == list(range(1, 10))
     (measured, _) = json.loads((run / "timeline.json").read_text())["timelines"]
