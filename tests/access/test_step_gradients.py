@@ -250,3 +250,25 @@ def test_a_hook_may_make_gradients_finite(pool: Pool, zero: int) -> None:
     start = build("Plain").state_dict()[EDITED]
     for before, after in pool.run(hooked, 2, zero):
         assert before.isnan().all() and torch.equal(after, start)
+
+
+def unfrozen(mesh: zs.Mesh, zero: int) -> list[dict[str, Tensor]]:
+    """Gradients before and after a parameter that was frozen is trained."""
+    model = build("Plain")
+    model.embed.weight.requires_grad_(False)  # type: ignore[union-attr]
+    engine = zs.Engine(model, OPTIMIZERS["sgd"], zs.Plan(zero=zero), mesh=mesh)
+    tokens, found = batch(0, mesh.rank, mesh.ranks, ROWS), []
+    for _ in range(2):
+        engine.backward(engine(tokens))
+        found.append(dict(engine.gradients()))
+        engine.zero_grad()
+        model.embed.weight.requires_grad_(True)  # type: ignore[union-attr]
+    return found
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_gradients_of_parameters_that_are_trained_later(pool: Pool, zero: int) -> None:
+    wanted = {key: p.grad for key, p in plain("Plain")[0].named_parameters()}
+    for before, after in pool.run(unfrozen, 2, zero):
+        assert "embed.weight" not in before and list(after) == list(wanted)
+        torch.testing.assert_close(after, wanted, rtol=1e-4, atol=1e-6)

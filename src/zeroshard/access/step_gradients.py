@@ -39,6 +39,11 @@ class WholeGradients(WholeWeights):
         return self._world
 
     @property
+    def stale(self) -> bool:
+        """Whether other parts took the place of some since the table was made, as unfrozen parameters get."""
+        return {id(part) for part, _ in self._entries.values()} != {id(part) for part in self._parts.all}
+
+    @property
     def parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
         """The model's parameters on this rank."""
         return self._model.named_parameters()
@@ -233,6 +238,8 @@ class StepGradients:
         sequence = self._sequence
         agreed = self._inside or sequence.agree(self._steps(), f"{method}()")
         clip = sequence.decision.clip.of(sequence.backward.count)
+        if any(self._world.agree_on(self._wholes.stale, "new parts")):
+            self._made = None
         everyone = self._world.agree_on(self._wholes.written, "parameters with gradients")
         written = {name for names in everyone for name in names}
         return agreed.gain / sequence.decision.scale * clip, written

@@ -88,7 +88,7 @@ class WholeWeights:
         world: Comm,
         steps: Callable[[], int],
     ) -> None:
-        self._model, self.tied, self._world = model, tied, world
+        self._model, self.tied, self._world, self._parts = model, tied, world, parts
         self._steps, self._first_step = steps, steps()
         self._entries = {
             entry.name: (part, number) for part in parts.all for number, entry in enumerate(part.flat.index.entries)
