@@ -84,7 +84,7 @@ def run_plan(options: PlanOptions, machines: Machines | None) -> None:
             options.top,
             say,
             options.offload,
-            first=(lambda found: None) if options.json else partial(_print_estimates, title),
+            first=partial(_print_estimates, title),
             fresh=options.fresh,
         )
         if options.explain is not None:
@@ -142,17 +142,18 @@ def _with_events(found: Found, number: int, task: TrainingTask, machines: Machin
 
 
 def _with_curves(found: Found, task: TrainingTask, machines: Machines, say: Callable[[str], None]) -> Found:
-    """Add memory over the step to the first plans, as far as `CURVES` goes."""
-    best, left = [], CURVES
-    for chosen in found.best:
+    """Add memory over the step to plans that fit, the first ones first, as far as `CURVES` goes."""
+    fitting, left = [], CURVES
+    for chosen in (*found.best, *found.others):
         depth = sum(stack.depth for stack in task.facts.stacks)
         size = 0 if chosen.events else way_of(chosen.plan).whole(chosen.plan, depth)
         if 0 < size <= left:
             left -= size
             say(f"{named(chosen)}, whole, for its memory over the step")
             chosen = _whole(chosen, task, machines)
-        best.append(chosen)
-    return replace(found, best=tuple(best))
+        fitting.append(chosen)
+    shown = len(found.best)
+    return replace(found, best=tuple(fitting[:shown]), others=tuple(fitting[shown:]))
 
 
 def _whole(chosen: Prediction, task: TrainingTask, machines: Machines) -> Prediction:

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from zeroshard.errors import ModelError, ZeroshardError
 from zeroshard.planner.predict.copies import zeroed_copy
 from zeroshard.planner.predict.memory_tracker import Tracker
-from zeroshard.planner.predict.rehearse import quiet
+from zeroshard.planner.predict.shallow import quiet
 from zeroshard.planner.predict.torch_internals import fakes
 
 
