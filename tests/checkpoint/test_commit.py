@@ -180,6 +180,16 @@ def saving_of(work: WriteOrder, mesh: Mesh) -> Saving:
     return saving
 
 
+def test_a_saving_prints_its_path_and_its_state(tmp_path: Path) -> None:
+    gate = threading.Event()
+    saving = Saving(tmp_path / "a", lambda: None if gate.wait(20) else None)
+    saving.start()
+    assert repr(saving) == f"Saving(path='{tmp_path}/a', being written)"
+    gate.set()
+    saving.join()
+    assert repr(saving).endswith("/a', complete)")
+
+
 @pytest.mark.parametrize("culprit", by_default([0, 1], 0))
 def test_whatever_happens_to_one_rank_all_learn_it(quick: None, tmp_path: Path, culprit: int) -> None:
     dry = [Faulty(), Faulty()]

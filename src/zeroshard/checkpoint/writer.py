@@ -256,6 +256,10 @@ class Saving:
         self._work = work
         self._thread = _Writer(target=self._run, name=f"zeroshard saves {path.name}", daemon=True)
 
+    def __repr__(self) -> str:
+        state = "being written" if not self.done else "complete" if self.problem is None else "failed"
+        return f"Saving(path={str(self.path)!r}, {state})"
+
     @property
     def done(self) -> bool:
         """Whether it is complete, or has failed."""

@@ -36,17 +36,18 @@ from zeroshard.engine.techniques import cut_of, decision_of, recomputing_of, ste
 from zeroshard.errors import PlanError
 from zeroshard.losses.causal_models import set_loss_chunk
 from zeroshard.memory.ledger import Ledger
+from zeroshard.memory.tables import MemoryTable, TrafficTable
 from zeroshard.optim import BetweenSteps, members_of
 from zeroshard.parts.axes import Axes
 from zeroshard.parts.part import SpeculationCounts
 from zeroshard.parts.planned import Work
-from zeroshard.parts.tables import MemoryTable, TrafficTable, memory_table, traffic_table
+from zeroshard.parts.tables import memory_table, traffic_table
 from zeroshard.parts.technique import Technique
 from zeroshard.pipeline.buffers import whole_state_dict
 from zeroshard.pipeline.run.steps import PipelineOrder, scope_of
 from zeroshard.pipeline.stage import Stage, make_stage
 from zeroshard.plan import Plan
-from zeroshard.platform.accelerator import is_accelerator
+from zeroshard.platform.accelerator import is_accelerator, total_memory
 from zeroshard.precision.cast import Precision
 from zeroshard.precision.clash import raise_explained
 from zeroshard.quantized.weights import take_apart
@@ -845,7 +846,7 @@ class Engine(GradientAccess, JoinAccess):
 
         Optimizer states appear with the first step, in which torch makes them.
         """
-        return memory_table(self._assembly.parts, self.ledger, self._stage.planned())
+        return memory_table(self._assembly.parts, self.ledger, self._stage.planned(), total_memory(self.device))
 
     def traffic(self) -> TrafficTable:
         """Traffic of the last step over the wire: formula and measured."""
