@@ -29,7 +29,7 @@ import json
 import math
 import statistics
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,18 +37,27 @@ import torch
 from ranks import circumstances
 
 import zeroshard as zs
-from zeroshard.data.corpus import Batches, validation_windows
+from zeroshard.data.corpus import Batches, standard_library_corpus, validation_windows
+from zeroshard.data.tokenizer import load_tokenizer
 from zeroshard.moe.convert.replace import Upcycling, replace_ffn
 from zeroshard.moe.routing.statistics import Statistics
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.gpt import GPT
 from zeroshard.train.optimizers import make_optimizer
-from zeroshard.train.run import Text, learning_rate, load_text
+from zeroshard.train.run import learning_rate
 from zeroshard.train.sizes import GPTConfig
 
 RESULTS = Path(__file__).parent / "results"
 SHAPE = GPTConfig(vocabulary=256, context=64, width=32, heads=2, layers=2)
 EXPERTS, ROWS, RATE, EVERY, VALIDATION_ROWS = 8, 32, 1.2e-2, 150, 1024
+
+
+@dataclass(frozen=True)
+class Text:
+    """Tokens of the standard library's source, to train on and held out."""
+
+    train: torch.Tensor
+    validation: torch.Tensor
 
 
 def train(config: TrainConfig, text: Text, experts: int) -> dict[str, Any]:
@@ -108,7 +117,8 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     base = TrainConfig(batch_per_rank=ROWS, steps=arguments.steps, sequence=SHAPE.context, learning_rate=RATE)
-    text = load_text(base)
+    corpus, tokenizer = standard_library_corpus(), load_tokenizer("bytes")
+    text = Text(tokenizer.encode(corpus.train), tokenizer.encode(corpus.validation))
     runs: dict[str, list[dict[str, Any]]] = {"dense": [], "switch": []}
     for seed in range(arguments.seeds):
         plan = zs.Plan(zero=0, clip_norm=1.0, seed=seed)

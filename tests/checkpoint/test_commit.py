@@ -182,7 +182,7 @@ def saving_of(work: WriteOrder, mesh: Mesh) -> Saving:
 
 def test_a_saving_prints_its_path_and_its_state(tmp_path: Path) -> None:
     gate = threading.Event()
-    saving = Saving(tmp_path / "a", lambda: None if gate.wait(20) else None)
+    saving = Saving(tmp_path / "a", lambda: gate.wait(20) and None)
     saving.start()
     assert repr(saving) == f"Saving(path='{tmp_path}/a', being written)"
     gate.set()

@@ -261,7 +261,7 @@ def test_a_finding_names_tensor_operations_lines_and_the_missing_edge() -> None:
         accelerator.synchronize(DEVICE)
     (finding,) = paper.record.findings
     assert finding.tensor == "blocks.3 (gradients)"
-    assert "zeros" in finding.first and "src/zeroshard/memory/ledger.py:" in finding.first
+    assert "zeros" in finding.first and "src/zeroshard/memory/zeros.py:" in finding.first
     assert "add_" in finding.second and "tests/paper/test_races.py:" in finding.second
     assert finding.missing == "stream 1 waits for main stream"
 

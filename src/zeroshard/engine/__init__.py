@@ -7,7 +7,7 @@ plan), `techniques` (the techniques of a plan) and `forward`; the rest of a step
 import torch._dynamo  # noqa: F401  (torch imports it with the first optimizer, and then with collections)
 
 from zeroshard.engine.engine import Engine
-from zeroshard.memory.tables import MemoryTable, TrafficTable
+from zeroshard.planning.tables import MemoryTable, TrafficTable
 from zeroshard.step.sequence import StepResult
 from zeroshard.step.trace import Trace
 

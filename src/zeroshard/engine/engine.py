@@ -36,7 +36,6 @@ from zeroshard.engine.techniques import cut_of, decision_of, recomputing_of, ste
 from zeroshard.errors import PlanError
 from zeroshard.losses.causal_models import set_loss_chunk
 from zeroshard.memory.ledger import Ledger
-from zeroshard.memory.tables import MemoryTable, TrafficTable
 from zeroshard.optim import BetweenSteps, members_of
 from zeroshard.parts.axes import Axes
 from zeroshard.parts.part import SpeculationCounts
@@ -47,6 +46,7 @@ from zeroshard.pipeline.buffers import whole_state_dict
 from zeroshard.pipeline.run.steps import PipelineOrder, scope_of
 from zeroshard.pipeline.stage import Stage, make_stage
 from zeroshard.plan import Plan
+from zeroshard.planning.tables import MemoryTable, TrafficTable
 from zeroshard.platform.accelerator import is_accelerator, total_memory
 from zeroshard.precision.cast import Precision
 from zeroshard.precision.clash import raise_explained

@@ -7,9 +7,9 @@ from math import ceil
 
 from zeroshard.comm.collectives import Count, Purpose
 from zeroshard.memory.ledger import MODEL_STATES, Category, Ledger
-from zeroshard.memory.tables import MemoryRow, MemoryTable, TrafficRow, TrafficTable
 from zeroshard.parts.part import Parts
 from zeroshard.parts.planned import Planned, Work
+from zeroshard.planning.tables import MemoryRow, MemoryTable, TrafficRow, TrafficTable
 
 TIERS = ("device", "host", "disk")
 

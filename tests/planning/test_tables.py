@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import pytest
 
-from zeroshard.memory.tables import MemoryRow, MemoryTable, TrafficRow, TrafficTable
+from zeroshard.planning.tables import MemoryRow, MemoryTable, TrafficRow, TrafficTable
 
 ROWS = [
     MemoryRow("parameters", "device", Fraction(3000, 2), Fraction(0), 1536, 2048),

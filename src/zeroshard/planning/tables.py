@@ -53,11 +53,15 @@ class RowTable(Generic[Row]):
 
     rows: list[Row]
     title: str
-    note = ""  # a line below the rows
 
     def as_dicts(self) -> list[dict[str, Any]]:
         """The rows as plain values; fractions become floats."""
         return [{k: float(v) if isinstance(v, Fraction) else v for k, v in asdict(row).items()} for row in self.rows]
+
+    @property
+    def note(self) -> str:
+        """A line below the rows; empty for none."""
+        return ""
 
     def _shown(self, row: dict[str, Any]) -> dict[str, Any]:
         return row
