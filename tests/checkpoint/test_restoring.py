@@ -102,6 +102,7 @@ FACTS: dict[str, tuple[Edit, str]] = {
     "no skipped": (lambda table: table.pop("skipped"), "has no skipped"),
     "a loss scale of 0": (fact(loss_scale={"scale": 0.0, "good": 0, "left": 1}), "loss_scale is"),
     "half a loss scale": (fact(loss_scale={"scale": 2.0}), "loss_scale is"),
+    "quantised of no format": (fact(quantised={"a": {"type": "nf4"}}), r"quantised is .*must be by weight null, or"),
     "never_written of numbers": (fact(never_written=[1]), r"never_written is \[1\]"),
     "no stages": (fact(cut=[0, 1, None]), r"cut is \[0, 1, None\]"),
     "replicas of other stages": (fact(cut=[2, 1, [1]]), r"cut is \[2, 1, \[1\]\]"),

@@ -3,6 +3,7 @@
 import gc
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -226,12 +227,15 @@ def test_what_cannot_be_is_refused(
     assert part in refusal(capsys, *[str(saved[0]) if word == "RUN" else word for word in words])
 
 
-def test_codes_of_quantised_weights_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """They would be loaded as values; an engine writes the weights that they stand for."""
+def test_quantised_weights_need_their_package(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     bnb = pytest.importorskip("bitsandbytes")
     base = bnb.nn.Linear4bit(64, 64, compute_dtype=torch.float32, quant_type="nf4").requires_grad_(False)
     model = nn.Sequential(base, nn.Linear(64, 1)).to("cpu")
     engine = zs.Engine(model, lambda ps: torch.optim.SGD([p for p in ps if p.requires_grad], lr=0.1))
     engine.save(tmp_path / "step-00000001", wait=True)
-    said = refusal(capsys, str(tmp_path / "step-00000001"))
-    assert "'0.weight' and 0 more quantised weights" in said and "engine.export(out)" in said
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "bitsandbytes", None)
+        said = refusal(capsys, str(tmp_path / "step-00000001"))
+    assert "needs the package bitsandbytes" in said and 'pip install "zeroshard[quantized]"' in said

@@ -8,10 +8,14 @@ from typing import Any
 import torch
 
 from zeroshard.checkpoint import DTYPES
+from zeroshard.checkpoint.manifest import MOST
 from zeroshard.errors import CheckpointError, DamagedError
 
 SHOWN = 60  # characters of a value in a message
 NOT_FINITE = ("nan", "inf", "-inf")
+BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # of 4-bit codes of bitsandbytes
+HALVES_AND_SINGLES = ("float16", "bfloat16", "float32")
+LAYOUTS = tuple({"layout": layout} for layout in ("matrix", "turned", "stack"))  # of quantised weights
 SETTING, TABLE = "!setting", "!table"  # keys of values that JSON lacks, in values of the user's
 
 
@@ -220,6 +224,22 @@ def _optimizer(value: Any) -> bool:
     return False
 
 
+def _quantised(value: Any) -> bool:
+    def one(row: Any) -> bool:
+        match row:
+            case None:
+                return True
+            case {"type": kind, "blocksize": size, "double": double, "shape": shape, "dtype": dtype, **rest}:
+                fits = dtype in HALVES_AND_SINGLES and rest in LAYOUTS
+                if kind == "int8":
+                    return fits and (size in BLOCK_SIZES or size == 0) and double is False and shape is None
+                counts = _counts(shape, 1) and len(shape) == 2 and math.prod(shape) <= MOST
+                return fits and kind in ("nf4", "fp4") and size in BLOCK_SIZES and type(double) is bool and counts
+        return False
+
+    return isinstance(value, dict) and all(map(one, value.values()))
+
+
 FACTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "zeroshard": (lambda v: isinstance(v, str), "a version"),
     "torch": (lambda v: isinstance(v, str), "a version"),
@@ -238,6 +258,7 @@ FACTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "base": (_base, "null, or a source and by name a shape, a dtype and a digest"),
     "optimizer": (_optimizer, "a class, a list of groups and a table of scalars"),
     "buffers": (_buffers, "a table of shapes and a list of names"),
+    "quantised": (_quantised, "by weight null, or a type, a blocksize, double, a shape, a dtype and a layout"),
     "tied": (lambda v: isinstance(v, dict) and _names(list(v.values())), "a table of names"),
     "config": (lambda v: v is None or isinstance(v, dict), "null or a table"),
     "generation": (lambda v: v is None or isinstance(v, dict), "null or a table"),
@@ -246,5 +267,6 @@ FACTS: dict[str, tuple[Callable[[Any], bool], str]] = {
 CHECKED_BEFORE = ("step", "ranks", "extra")
 OPTIONAL = (
     *("zeroshard", "torch", "plan", "loss_count", "last_update", "axes", "base", "buffers", "tied"),
+    "quantised",
     *("config", "generation", "origin"),
 )

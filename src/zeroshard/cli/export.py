@@ -24,9 +24,12 @@ from zeroshard.checkpoint.file_names import FAMILY, grouped, stacks_apart
 from zeroshard.checkpoint.folder import find_checkpoint
 from zeroshard.checkpoint.weights import SINGLE
 from zeroshard.errors import CheckpointError
+from zeroshard.interop.huggingface.quantized import METHOD, package
+from zeroshard.quantized.stored import FACT, StoredWeight, stored_weights
 from zeroshard.text import format_bytes
 from zeroshard.train.option_tree import Positional
 
+Source = str | StoredWeight
 STATISTICS = ("_absmax", "_SCB")  # ends of the names of quantised weights' scales
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -63,12 +66,14 @@ def run_export(argv: Sequence[str]) -> None:
     refuse_existing(out)
     reader.refuse_without_base()
     plan, sources = planned(reader, options.dtype and DTYPES[options.dtype], most)
+    if any(isinstance(source, StoredWeight) for source in sources.values()):
+        package(METHOD, "The export of quantised weights", "quantized")
     values = converted(plan.groups, lambda slot: _read(reader, sources[slot.key], slot))
     write_export(plan, values, out, CheckpointDisk())
     _print(plan, reader, out)
 
 
-def planned(reader: Reader, dtype: torch.dtype | None, most: int) -> tuple[ExportPlan, dict[str, str]]:
+def planned(reader: Reader, dtype: torch.dtype | None, most: int) -> tuple[ExportPlan, dict[str, Source]]:
     """Assign tensors to names and files.
 
     A model of transformers is written as its own `save_pretrained` does: tied parameters once, under the names of its
@@ -79,42 +84,49 @@ def planned(reader: Reader, dtype: torch.dtype | None, most: int) -> tuple[Expor
         most: bytes of tensors in a file.
 
     Returns:
-        the files; and by the name of a tensor of the model, its full name in the checkpoint.
+        the files; and by the name of a tensor of the model, its full name in the checkpoint, or the quantised weight.
 
     Raises:
-        CheckpointError: weights are quantised.
+        CheckpointError: weights are quantised, and the manifest lacks their formats. DamagedError: those do not fit.
     """
     config, tied = reader.facts.get("config"), reader.facts.get("tied")
     config = config if isinstance(config, dict) else None  # other programs may write other facts
     sources = {name: f"{kind}:{name}" for kind in ("weight", "buffer") for name in reader.names(kind)}
     if config is None and isinstance(tied, dict):
         sources |= {name: sources[str(first)] for name, first in tied.items() if str(first) in sources}
-    _refuse_codes(reader, sources)
-    slots = []
-    for name, source in sources.items():
-        entry = reader.tensors[source]
+    weights, taken = stored_weights(reader, sources)
+    plain = {name: source for name, source in sources.items() if name not in taken}
+    _refuse_codes(reader, plain)
+    found: dict[str, Source] = {**plain, **weights}
+    slots, wide = [], set()
+    for name, source in found.items():
+        entry = reader.tensors[source] if isinstance(source, str) else source
         kind = dtype if dtype is not None and entry.dtype.is_floating_point else entry.dtype
         slots.append(Slot(name, kind, entry.shape))
+        wide |= {name} if entry.dtype != torch.float16 else set()
     if config is None:
         groups = grouped(slots, None, None)
     elif (model := _on_meta(config)) is not None:
         groups = grouped(slots, FAMILY, model)
     else:
         groups = stacks_apart(slots, str(config.get("model_type")))
-    wide = {name for name, source in sources.items() if reader.tensors[source].dtype != torch.float16}
     texts = {CONFIG: config, GENERATION: reader.facts.get("generation")}
     origin = reader.facts.get("origin")
-    return plan_export(groups, most, texts, Path(origin) if origin else None, narrowed(groups, wide)), sources
+    return plan_export(groups, most, texts, Path(origin) if origin else None, narrowed(groups, wide)), found
 
 
 def _refuse_codes(reader: Reader, sources: Mapping[str, str]) -> None:
-    """Refuse codes of quantised weights, whose format is in the model's modules and in no checkpoint.
+    """Refuse codes of quantised weights whose format is in the model's modules alone.
+
+    The manifest has no format of torchao's tensors, nor of any weight in checkpoints of earlier versions.
 
     Raises:
         CheckpointError: with the first of them.
     """
     ends = {name: name.rpartition("_")[0] for name in sources if name.endswith(STATISTICS)}
     codes = [whole for whole in ends.values() if whole in sources and not _is_floating(reader, sources[whole])]
+    rows = reader.facts.get(FACT) or {}
+    codes += [name for name, row in rows.items() if row is None and any(n.startswith(f"{name}_") for n in sources)]
     if codes:
         raise CheckpointError(
             f"{reader.path} holds '{codes[0]}' and {len(codes) - 1} more quantised weights, and from_pretrained would "
@@ -140,8 +152,10 @@ def _on_meta(config: dict[str, Any]) -> Any:
         return None
 
 
-def _read(reader: Reader, source: str, slot: Slot) -> torch.Tensor:
+def _read(reader: Reader, source: Source, slot: Slot) -> torch.Tensor:
     """A whole tensor of the checkpoint in the dtype of its slot."""
+    if isinstance(source, StoredWeight):
+        return source.read(reader).to(slot.dtype).contiguous()
     if source.startswith("buffer:"):
         return reader.whole(source).to(slot.dtype).view(slot.shape)
     values = torch.empty(slot.shape, dtype=slot.dtype)
@@ -157,7 +171,8 @@ def _print(plan: ExportPlan, reader: Reader, out: Path) -> None:
     print(f"Step {reader.facts['step']} of {reader.path}: {len(slots):,} tensors, {dtypes}, {size}")
     for file in sorted(path.name for path in out.iterdir()):
         print(f"  {out / file}")
-    if CONFIG in plan.texts:
+    adapted = any(".base_layer." in slot.key for slot in slots)  # peft's names, which no from_pretrained reads
+    if CONFIG in plan.texts and not adapted:
         kinds = plan.texts[CONFIG].get("architectures")
         kind = kinds[0] if isinstance(kinds, list) and kinds else "AutoModel"
         print(f"Load it with transformers.{kind}.from_pretrained({str(out)!r})")

@@ -50,6 +50,7 @@ from zeroshard.parts.part import Part
 from zeroshard.pipeline.buffers import Buffers
 from zeroshard.pipeline.stage import Stage
 from zeroshard.pipeline.whole import WholeModel
+from zeroshard.quantized.stored import quantised_facts
 from zeroshard.text import format_bytes
 from zeroshard.units.adapters import base_names
 
@@ -316,6 +317,7 @@ class State:
             "cut": self._stage.facts,
             **({"axes": self._axes} if self._axes else {}),
             "buffers": self.buffers.facts(),
+            **quantised_facts(self._model),
             "tied": self._tied,
             "config": texts[CONFIG],
             "generation": texts[GENERATION],

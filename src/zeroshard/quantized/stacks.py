@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroshard.quantized.weights import Parameters, mark, table
+from zeroshard.quantized.weights import NESTED_BLOCK, STACK, Parameters, Row, mark, row_of, table
 
 CODES = "codes"  # the end of the name of a stack's codes
 
@@ -72,7 +72,9 @@ class MatrixFormat:
         device, nested = tensors["absmax"].device, None
         if self.double:
             code = _values_of_codes("dynamic", device)
-            nested = functional.QuantState(tensors["nested_absmax"], code=code, blocksize=256, dtype=torch.float32)
+            nested = functional.QuantState(
+                tensors["nested_absmax"], code=code, blocksize=NESTED_BLOCK, dtype=torch.float32
+            )
         return functional.QuantState(
             tensors["absmax"],
             shape=self.shape,
@@ -195,6 +197,12 @@ class Stacked:
         return torch.stack(
             [stack.kind.whole({end: rows[number] for end, rows in tensors.items()}) for number in range(count)]
         )
+
+    def row(self, module: nn.Module, name: str) -> Row | None:
+        """Of each matrix."""
+        kind = vars(module)[name].kind
+        shape = None if kind.quant_type == "int8" else list(kind.shape)
+        return row_of(kind.quant_type, kind.blocksize, kind.double, shape, kind.dtype, STACK)
 
 
 def stacks_of(model: nn.Module) -> dict[str, QuantizedStack]:

@@ -25,6 +25,9 @@ from zeroshard.errors import ModelError
 from zeroshard.units import values_of
 
 Parameters = Mapping[str, nn.Parameter]  # by the ends of their names
+Row = dict[str, Any]  # of `quantized.stored`: type, blocksize, double, shape, dtype and layout of a weight
+MATRIX, TURNED, STACK = "matrix", "turned", "stack"  # layouts of weights
+NESTED_BLOCK = 256  # scales under one scale, with double quantisation
 KEEPS_DTYPE = "keeps_dtype"  # an attribute, true of parameters that mixed precision does not cast
 
 
@@ -56,6 +59,9 @@ class Format(Protocol):
 
     def dequantised(self, module: nn.Module, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
         """The weight that whole tensors stand for."""
+
+    def row(self, module: nn.Module, name: str) -> Row | None:
+        """The facts with which the weight is dequantised without its module; None if these are not enough."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +175,14 @@ class FourBits:
         values: Tensor = functional.dequantize_4bit(tensors[""].view(-1, 1), state)
         return values.T if _is_turned(module) else values
 
+    def row(self, module: Any, name: str) -> Row | None:
+        """As the package's object of statistics has them."""
+        state = self._state(module, name)
+        if state.nested and state.state2.blocksize != NESTED_BLOCK:
+            return None
+        layout = TURNED if _is_turned(module) else MATRIX
+        return row_of(state.quant_type, state.blocksize, bool(state.nested), list(state.shape), state.dtype, layout)
+
     def _state(self, module: Any, name: str) -> Any:
         """The object of the module, which stays where the weight is on another stage; embeddings have none."""
         return getattr(module, "quant_state", None) or getattr(module, name).quant_state
@@ -214,6 +228,11 @@ class EightBits:
         functional = importlib.import_module("bitsandbytes").functional
         values: Tensor = functional.int8_vectorwise_dequant(tensors[""], tensors["SCB"])
         return values.T if _is_turned(module) else values
+
+    def row(self, module: Any, name: str) -> Row | None:
+        """Without a shape, which is that of the codes."""
+        layout = TURNED if _is_turned(module) else MATRIX
+        return row_of("int8", 0, False, None, getattr(module, "source_dtype", torch.float32), layout)
 
 
 def _is_turned(module: Any) -> bool:
@@ -262,6 +281,27 @@ class Wrapped:
         values: Tensor = weight.dequantize()
         return values
 
+    def row(self, module: nn.Module, name: str) -> Row | None:
+        """None: the tensor subclass alone has the way in which its tensors are put together."""
+
+
+def row_of(
+    quant_type: str, blocksize: int, double: bool, shape: list[int] | None, dtype: torch.dtype, layout: str
+) -> Row:
+    """The facts of a weight, as JSON keeps them.
+
+    Args:
+        quant_type: "nf4", "fp4" or "int8".
+        blocksize: elements under one scale, of 4-bit codes.
+        double: whether the scales are quantised, too.
+        shape: [O, I] of the matrix that was quantised; None for that of the codes.
+        dtype: of the weight before it was quantised.
+        layout: `MATRIX`; `TURNED`, for the transpose of the weight; or `STACK`, of one matrix per expert.
+    """
+    name = str(dtype).removeprefix("torch.")
+    of_codes = {"type": quant_type, "blocksize": blocksize, "double": double}
+    return {**of_codes, "shape": shape, "dtype": name, "layout": layout}
+
 
 FORMATS: tuple[Format, ...] = (FourBits(), EightBits(), Wrapped())
 MARK = "quantized_weights"  # an attribute of modules: formats and ends of names, by the name of the weight
@@ -291,14 +331,19 @@ def take_apart(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
             gone |= {id(parameter)} if name not in module._parameters else set()
     for group in optimizer.param_groups if optimizer is not None and gone else ():
         group["params"] = [parameter for parameter in group["params"] if id(parameter) not in gone]
-    found = tuple(
+    found = taken_apart(model)
+    for weight in found:
+        weight.join()
+    return found
+
+
+def taken_apart(model: nn.Module) -> tuple[QuantizedWeight, ...]:
+    """The weights of a model that `take_apart` has found before."""
+    return tuple(
         QuantizedWeight(path, module, name, kind, ends)
         for path, module in model.named_modules()
         for name, (kind, ends) in vars(module).get(MARK, {}).items()
     )
-    for weight in found:
-        weight.join()
-    return found
 
 
 def has_quantized(module: nn.Module) -> bool:
