@@ -223,6 +223,13 @@ def test_names_of_the_package_exist(page: Path) -> None:
 
 
 @each_page
+def test_plans_in_prose_are_accepted(page: Path) -> None:
+    for text in quoted(page):
+        if re.fullmatch(r"zs\.Plan\((?:\w+=.*)?\)", text) and "..." not in text:
+            assert isinstance(eval(text, {"zs": zs}), zs.Plan), f"{page.name} has {text}"
+
+
+@each_page
 def test_option_files_load(page: Path, tmp_path: Path) -> None:
     for code, _ in blocks(page, "toml"):
         file = tmp_path / "options.toml"
