@@ -132,7 +132,12 @@ def test_a_run_folder_of_an_earlier_version_loads(tmp_path: Path) -> None:
         (("--batch-per-rank", "3", "--microbatches", "2"), "make --batch-per-rank a multiple of 2."),
         (("--global-batch", "8"), "no option --global-batch here; use --batch-per-rank, the rows of one rank"),
         (("--global_batch=8",), "no option --global_batch here; use --batch-per-rank"),
-        (("--batch", "8"), "no option --batch here; use --batch-per-rank, the rows of one rank and step."),
+        (
+            ("--batch", "8"),
+            "no option --batch here; use --batch-per-rank, the rows of one rank and step, all microbatches together.",
+        ),
+        (("--bf16",), "no option --bf16 here; use --precision, bf16 or fp16."),
+        (("--per-device-train-batch-size", "4"), "use --batch-per-rank, the rows of one rank"),
         (("--stages", "4"), "no option --stages here; use --pipeline-parallel 4."),
         (("--chunks=2",), "no option --chunks here; use --pipeline-parallel.virtual-stages 2."),
         (("--shard-ranks", "2"), "no option --shard-ranks here; use --shard-group 2."),

@@ -26,6 +26,8 @@ class TrainConfig:
     ALIASES: ClassVar[Mapping[str, Sequence[str]]] = {  # option names of other programs
         "ranks": ("--nproc-per-node",),
         "out": ("--output-dir",),
+        "learning_rate": ("--lr",),
+        "data": ("--dataset",),
     }
     FIRST: ClassVar[Sequence[str]] = (  # fields, here and in the plan, whose options `--help` shows
         *("model", "data", "sequence", "batch_per_rank", "steps", "optimizer", "learning_rate", "out", "resume"),
@@ -44,7 +46,19 @@ class TrainConfig:
     }
     ELSEWHERE: ClassVar[Mapping[str, tuple[str, str]]] = {
         "global_batch": ("batch_per_rank", "the rows of one rank: the global batch divided by the number of ranks"),
-        "batch": ("batch_per_rank", "the rows of one rank and step"),
+        **dict.fromkeys(
+            ("batch", "batch_size", "micro_batch_size", "per_device_train_batch_size", "train_batch_size"),
+            ("batch_per_rank", "the rows of one rank and step, all microbatches together"),
+        ),
+        **dict.fromkeys(("epochs", "num_train_epochs"), ("steps", "the steps of the whole run")),
+        **dict.fromkeys(("bf16", "fp16"), ("precision", "bf16 or fp16")),
+        **dict.fromkeys(("gpus", "devices", "num_processes", "world_size"), ("ranks", "one process for each device")),
+        **dict.fromkeys(("fsdp", "deepspeed", "zero_stage"), ("zero", "0, 1, 2 or 3")),
+        **dict.fromkeys(("cpu_offload", "offload_optimizer"), ("offload", "optimizer, or optimizer,parameters")),
+        **dict.fromkeys(("gradient_checkpointing", "activation_checkpointing"), ("recompute", "blocks, sqrt or auto")),
+        **dict.fromkeys(("wandb", "mlflow", "trackio", "tensorboard", "report_to"), ("loggers", "with its name")),
+        **dict.fromkeys(("context", "max_length", "block_size", "seq_length"), ("sequence", "tokens of a row")),
+        **dict.fromkeys(("max_steps", "iterations"), ("steps", "")),
         **{name: (option_of(setting), "") for name, setting in RENAMED.items()},
     }
     plan: Plan = field(default_factory=lambda: Plan(clip_norm=1.0))
