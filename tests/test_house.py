@@ -363,6 +363,7 @@ ANSWERS = "what a technique answers to the planner, which its other files do not
 SMALL_FILES = {  # short files that one other imports, with the reason
     "doctor.cpu_load": "processes started by name, without the imports of the search",
     "cli.plan_first": "printed before torch is imported",
+    "planner.search.order": "the order of plans that fit, apart from the search for them",
     "precision.choice": ANSWERS,
     "recompute.choice": ANSWERS,
     "rng.choice": ANSWERS,

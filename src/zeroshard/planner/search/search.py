@@ -35,8 +35,9 @@ from zeroshard.planner.predict.states import Sizes, least_bytes, sizes_of, state
 from zeroshard.planner.search.adapted import trained_as, with_adapters, with_optimizer
 from zeroshard.planner.search.expectations import Expectation, Shape, are_many, expectation_of, in_turn
 from zeroshard.planner.search.nearest import nearest_ways
+from zeroshard.planner.search.order import rank, with_whole_first
 from zeroshard.planner.search.progress import SearchProgress
-from zeroshard.planner.search.text import changes, lacking, short
+from zeroshard.planner.search.text import lacking, short
 from zeroshard.planning.offers import Divided, Offer, Refused, Site
 from zeroshard.tensor import choice as tensor
 from zeroshard.text import format_bytes
@@ -97,12 +98,13 @@ def search(
     else:
         for plan, rows in plans:
             run.try_plan(plan, rows)
-    order = sorted(run.fitting, key=lambda p: (bool(changes(p)), p.seconds, p.peak_bytes))
+    order = sorted(run.fitting, key=rank)
     if machines.local:
         with busy_cpus(min(machines.count, os.cpu_count() or 1) - 1):
             timed = [run.timed(prediction) for prediction in order[:MOST_TIMED]]
         order = [*sorted(timed, key=lambda p: (p.time_mode == "roofline", p.seconds)), *order[MOST_TIMED:]]
-    best = [run.whole(order[0]), *order[1:top]] if order else []
+    order = with_whole_first(order, run.whole)
+    best = order[:top]
     whole = best and best[0].adapters == task.adapters
     ways = () if whole or plans is not None else run.ways()
     spent = time.perf_counter() - began
