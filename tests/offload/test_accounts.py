@@ -104,7 +104,7 @@ def test_states_below_follow_the_formulas_to_the_byte(
             "master weights": Fraction((4 if precision == "bf16" else 0) * above, ranks),
             "optimizer states": Fraction(8 * above, ranks),
         }
-        assert ("gradients, host" in answer["text"]) and ("device" not in answer["text"])
+        assert ("gradients, host" in answer["text"]) and ("states, device" not in answer["text"])
 
 
 CASES: dict[str, tuple[dict[str, Any], str]] = {
