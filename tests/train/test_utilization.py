@@ -1,6 +1,7 @@
 """Model FLOPs of a run's model by the formula of its shape, and the figures made of them."""
 
 import json
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from zeroshard.doctor.profile import default_path
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.model import build_model
 from zeroshard.train.model_shape import shape_of
@@ -46,6 +48,21 @@ def test_a_built_in_model_is_as_counted_on_it() -> None:
     # one expert of two: the products of a dense layer, those of the router besides
     assert formula.whole == pytest.approx(routed.whole, rel=0.01)
     assert formula.causal == pytest.approx(routed.causal, rel=0.01)
+
+
+def test_a_model_or_a_profile_that_cannot_be_used_leaves_figures_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = TrainConfig(model="tiny", sequence=LENGTH)
+    built = build_model("tiny", 0, LENGTH, mixture=replace(config, experts=2).mixture)
+    built.module.lock = threading.Lock()  # type: ignore[assignment]  # no copy of it can be made
+    assert utilization_of(config, built, CPU, 1) == Utilization(None, None, None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = default_path({"XDG_CACHE_HOME": str(tmp_path)})
+    path.parent.mkdir(parents=True)
+    path.write_text("{")
+    found = utilization_of(config, build_model("tiny", 0, LENGTH), CPU, 1)
+    assert found.whole is not None and found.peak is None
 
 
 def test_figures_follow_from_rates_and_are_left_out_where_they_are_unknown() -> None:

@@ -11,7 +11,7 @@ from statistics import median
 
 import torch
 
-from zeroshard.errors import ModelError, PlanError
+from zeroshard.errors import ZeroshardError
 from zeroshard.planner.predict.model_flops import sequence_flops
 from zeroshard.planner.search.this_machine import ASSUMED, local_machines
 from zeroshard.train.config import TrainConfig
@@ -94,7 +94,7 @@ def utilization_of(config: TrainConfig, built: BuiltModel, device: torch.device,
             whole, causal = sequence_flops(built.module, lambda n: built.batch(_tokens(n)), length)
         else:
             whole, causal = shape.row_flops(length)
-    except ModelError:
+    except ZeroshardError:  # a model that cannot be copied, or whose forward depends on values
         return Utilization(None, None, None)
     return Utilization(whole / length, causal / length, _peak(config.plan.precision, device, ranks))
 
@@ -107,7 +107,7 @@ def _peak(precision: str, device: torch.device, ranks: int) -> float | None:
     """The rate of a device by its sheet or by `zeroshard doctor`; None where it is only assumed."""
     try:
         one = local_machines(ranks, device.type).device
-    except PlanError:
+    except ZeroshardError:  # a device without a name, or a profile that cannot be read
         return None
     if one.source == ASSUMED:
         return None

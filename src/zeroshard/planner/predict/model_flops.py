@@ -29,6 +29,7 @@ def model_flops(model: nn.Module, *inputs: Any, **named: Any) -> int:
 
     Raises:
         ModelError: the forward depends on values of tensors, or its output has no gradient.
+        PlanError: the model cannot be copied.
     """
     counted: list[int] = []
     ends: list[torch.Tensor] = []
@@ -64,7 +65,7 @@ def sequence_flops(model: nn.Module, batch: Callable[[int], Mapping[str, Any]], 
         batch: the named arguments of one row of so many tokens.
 
     Raises:
-        ModelError: as `model_flops`.
+        ModelError, PlanError: as `model_flops`.
     """
     whole = model_flops(model, **batch(length))
     if length < 2:
