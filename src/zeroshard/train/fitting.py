@@ -10,6 +10,8 @@ import torch
 from zeroshard.comm.mesh import Mesh
 from zeroshard.engine.techniques import data_ranks_of
 from zeroshard.errors import BudgetExceeded, ZeroshardError
+from zeroshard.memory.ledger import MODEL_STATES
+from zeroshard.offload.policy import Offload
 from zeroshard.plan import Plan
 from zeroshard.planner.predict.predict import predict
 from zeroshard.planner.predict.result import TEMPORARIES, Prediction
@@ -18,7 +20,7 @@ from zeroshard.platform.accelerator import is_accelerator
 from zeroshard.text import format_bytes
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.task import language_task
-from zeroshard.validation.fitting import changed, fitting_or_least, leaner
+from zeroshard.validation.fitting import changed, fitting_or_least, leaner, recomputing_within_budget
 
 
 def with_plan_that_fits(error: BudgetExceeded, config: TrainConfig, mesh: Mesh, profile: Path | None) -> BudgetExceeded:
@@ -45,11 +47,16 @@ def _way_out(config: TrainConfig, mesh: Mesh, profile: Path | None, budget: int)
     peaks: dict[Plan, int] = {}
 
     def needs() -> Iterator[tuple[Plan, int]]:
+        states: dict[tuple[int, Offload], int] = {}  # bytes of model states at the peak
         for plan in _leaner(config.plan, config.batch_per_rank, mesh.ranks):
+            settings = (plan.zero, plan.offloading)
+            if states.get(settings, 0) > budget:
+                continue  # fewer activations alone are no way out
             try:
                 found = predict(task, plan, machines, config.batch_per_rank)
             except ZeroshardError:
                 continue  # refused by the engine
+            states[settings] = sum(found.memory.get(category, 0) for category in MODEL_STATES)
             if "host" not in found.full:  # otherwise no budget of the device helps
                 peaks[plan] = _counted_bytes(found, mesh.device)
                 yield plan, ceil(peaks[plan] / (1 - found.margin))
@@ -79,10 +86,21 @@ def _counted_bytes(found: Prediction, device: torch.device) -> int:
 
 
 def _leaner(plan: Plan, batch: int, ranks: int) -> Iterator[Plan]:
-    """Plans that keep less on the device; the last ones also have microbatches of a single row."""
-    last = plan
-    for last in leaner(plan, ranks):
-        yield last
+    """Plans that keep less on the device, the lightest first: stages, fewer activations, then offload, then all."""
+    offload = plan.offloading.kinds
+    staged = [plan, *(other for other in leaner(plan, ranks) if other.offloading.kinds == offload)]
+    yield from staged[1:]
+    yield from _with_fewer_activations(staged[-1], batch)
+    offloaded = [other for other in leaner(plan, ranks) if other.offloading.kinds != offload]
+    yield from offloaded
+    if offloaded:
+        yield from _with_fewer_activations(offloaded[-1], batch)
+
+
+def _with_fewer_activations(plan: Plan, batch: int) -> Iterator[Plan]:
+    """The plan with microbatches of a single row, then with blocks that are computed again too."""
     if plan.microbatches < batch:
-        yield replace(plan, microbatches=batch)
-        yield replace(last, microbatches=batch)
+        plan = replace(plan, microbatches=batch)
+        yield plan
+    if recomputing_within_budget(plan) is not None:
+        yield replace(plan, activations=replace(plan.saving, recompute="blocks"))

@@ -1,5 +1,6 @@
 """Plans that keep a model's states within a device's budget, by the formulas of ZeRO and offload alone."""
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -8,7 +9,7 @@ from typing import Literal
 
 from zeroshard.errors import PlanError
 from zeroshard.offload.policy import KINDS
-from zeroshard.plan import Plan
+from zeroshard.plan import GROUPS, Plan
 from zeroshard.planning.settings import flat
 from zeroshard.zero.byte_formulas import BytesPerParameter, state_bytes
 
@@ -17,7 +18,9 @@ OPTIONS = {  # fields in which the plans differ, and their options of the comman
     "offload.parts": "--offload",
     "offload.fraction": "--offload.fraction",
     "microbatches": "--microbatches",
+    "activations.recompute": "--recompute",
 }
+CLASSES = re.compile(rf"\b(?=(?:Plan|{'|'.join(kind.__name__ for kind in GROUPS.values())})\()")
 ZERO: tuple[Literal[0, 1, 2, 3], ...] = (0, 1, 2, 3)
 
 
@@ -56,7 +59,9 @@ class Fitting:
         return ceil(parameters + gradients + stay * (states.master_weights + states.optimizer_states)) + gathered
 
     def way_out(self, needed: int, budget: int) -> str:
-        """The first plan under which `needed` bytes fit the budget, as options; or the smallest budget.
+        """The lightest plan under which `needed` bytes fit the budget, as Python; or the smallest budget.
+
+        Where the model states fit and the rest does not, that is recomputation of activations, which no formula counts.
 
         Args:
             needed: bytes on the device at the refused allocation; those that are no model states are the same under
@@ -66,17 +71,39 @@ class Fitting:
         others = max(needed, states_bytes) - states_bytes
         plans = [self.plan, *leaner(self.plan, self.ranks)]
         plan, nbytes = fitting_or_least(((plan, others + self.device_bytes(plan)) for plan in plans), budget)
-        options = changed(self.plan, plan)
+        recomputing = recomputing_within_budget(self.plan) if states_bytes <= budget else None
+        if recomputing is not None:
+            more = f" If that is too little, the next is {as_call(plan)}." if nbytes <= budget else ""
+            return (
+                f"The model states take {states_bytes:,} of it by their formulas, the activations the rest: raise the "
+                f"budget, give smaller batches, or recompute only as many activations as the budget asks for with "
+                f"{as_call(recomputing)}.{more}"
+            )
         if nbytes <= budget:
             return (
-                f"With {options} it takes {nbytes:,} by the formulas of the model states, and activations come on top; "
-                f"or raise the budget."
+                f"Raise the budget, or take the lightest plan that needs less: {nbytes:,} by the formulas of the model "
+                f"states, and activations on top, with {as_call(plan)}."
             )
+        least = replace(plan, device_memory=nbytes)
         return (
-            f"No plan that differs in zero and offload alone keeps it within {budget:,}; the smallest budget that can "
-            f"work{f' with {options}' if options else ''} is device_memory={nbytes}, and activations come on top. Use "
-            f"it, or more ranks."
+            f"No plan that differs in zero and offload alone keeps it within {budget:,}. Use more ranks, or the "
+            f"smallest budget that can work, and activations come on top: {as_call(least)}."
         )
+
+
+def recomputing_within_budget(plan: Plan) -> Plan | None:
+    """The plan with recompute="auto", or None where that does not combine or recomputation is chosen already."""
+    if plan.pipelined or plan.saving.recompute not in ("schedule", "off"):
+        return None
+    try:
+        return replace(plan, activations=replace(plan.saving, recompute="auto"))
+    except PlanError:
+        return None
+
+
+def as_call(plan: Plan) -> str:
+    """A plan as it is written in a program that imports zeroshard as zs."""
+    return CLASSES.sub("zs.", repr(plan))
 
 
 def fitting_or_least(needs: Iterable[tuple[Plan, int]], budget: int) -> tuple[Plan, int]:
