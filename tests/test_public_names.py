@@ -9,7 +9,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from test_docs import PAGES, ROOT, blocks, lookup, zeroshard_names
+from torch import nn
 
 import zeroshard as zs
 from zeroshard import errors
@@ -48,10 +50,21 @@ def used() -> list[str]:
 
 
 def test_dir_shows_public_names_only() -> None:
-    assert dir(zs) == sorted(zs.__all__)
     values = {name: getattr(zs, name) for name in dir(zs)}
-    assert not [name for name, value in values.items() if isinstance(value, ModuleType)]
+    modules = {name for name, value in values.items() if isinstance(value, ModuleType)}
+    assert set(values) == {*zs.__all__, *modules}
+    assert all(f"`zs.{module}`" in API and any(f"zeroshard.{module}." in name for name in LISTED) for module in modules)
+    assert {f"zeroshard.optim.{name}" for name in dir(zs.optim)} <= {*LISTED}
     assert [name for name in values if name.startswith("_")] == ["__version__"]
+
+
+def test_dir_of_an_engine_shows_the_names_of_the_reference() -> None:
+    engine = zs.Engine(nn.Linear(2, 2), lambda ps: torch.optim.SGD(ps, lr=0.1), zs.Plan(), mesh=zs.Mesh())
+    attributes = re.findall(r"^ +(\w+): ", (zs.Engine.__doc__ or "").partition("Attributes:\n")[2], re.MULTILINE)
+    (excluded,) = re.findall(r"zeroshard\.Engine\n(?:   :.*\n)*?   :exclude-members: (.*)\n", API)
+    described = {name for name, _ in members(zs.Engine)} - set(excluded.split(", "))
+    assert {name for name in dir(engine) if not name.startswith("_")} == {*attributes, *described}
+    assert "__call__" in dir(engine)
 
 
 def test_every_exception_is_a_public_name() -> None:

@@ -90,8 +90,8 @@ else:
         return import_module(f"{__name__}.planner.search.auto").plan_for(*job)
 
     def __dir__() -> list[str]:
-        """Only the public names."""
-        return sorted(__all__)
+        """Only the public names, and the modules that pages write as `zs.optim` and the like."""
+        return sorted([*__all__, "losses", "moe", "optim"])
 
 
 __all__ = [

@@ -88,6 +88,7 @@ from zeroshard.validation.ranks import check_alike, check_replicas, tied_names
 from zeroshard.version import __version__
 
 LossFunction = Callable[[Any, Any], Any]
+INTERNAL = ("comm", "comms", "ledger", "world")  # public within the package alone
 
 
 class Engine(GradientAccess, JoinAccess):
@@ -109,6 +110,12 @@ class Engine(GradientAccess, JoinAccess):
         PlanError, ModelError, OptimizerError, BudgetExceeded: arguments do not fit together, or into memory.
 
     Attributes:
+        model: the model, whose parameters are slices between steps at zero=3.
+        plan: as given, or by default `Plan()`.
+        mesh: this process's place among all ranks.
+        steps: updates so far, those that were skipped included.
+        skipped: steps without an update, because a gradient was not finite.
+        schedule: the actions of one step on this rank.
         exposed: seconds of the last step in which this rank waited for offloaded tensors, by cause.
         loaded: the tensors that `zs.from_pretrained` read, and those that it did not.
     """
@@ -236,6 +243,11 @@ class Engine(GradientAccess, JoinAccess):
             raise
 
     @raises_budget_exceeded
+    def __dir__(self) -> list[str]:
+        """Only the names that docs/api.md describes, and Python's own."""
+        names = (name for name in super().__dir__() if name not in INTERNAL)
+        return [name for name in names if not name.startswith("_") or name.startswith("__")]
+
     def backward(self, loss: torch.Tensor, count: Any = None, penalty: torch.Tensor | None = None) -> None:
         """Add the gradients of `loss` (a scalar) to those of the step, with loss scaling of the scaled loss.
 

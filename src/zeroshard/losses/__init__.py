@@ -7,3 +7,8 @@ model; output layers of transformers then return `absent_logits`.
 from zeroshard.losses.linear_cross_entropy import OutputLayer, default_chunk, linear_cross_entropy
 
 __all__ = ["OutputLayer", "default_chunk", "linear_cross_entropy"]
+
+
+def __dir__() -> list[str]:
+    """Only the public names."""
+    return sorted(__all__)

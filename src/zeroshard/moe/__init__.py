@@ -74,3 +74,8 @@ __all__ = [
     "replace_ffn",
     "router_of",
 ]
+
+
+def __dir__() -> list[str]:
+    """Only the public names."""
+    return sorted(__all__)

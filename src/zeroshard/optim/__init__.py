@@ -44,3 +44,9 @@ __all__ = [
     "muon_groups",
     "spans_of",
 ]
+
+
+def __dir__() -> list[str]:
+    """Only the optimizers and their helpers, which docs/api.md describes."""
+    internal = ("BetweenSteps", "Owners", "SliceSpan", "SpanOptimizer", "StateLayout", "Steps", "check_elementwise")
+    return sorted({*__all__} - {*internal, "deal_out", "fresh_state", "layout_of", "members_of", "spans_of"})
