@@ -1,7 +1,7 @@
 """The settings of activations: recomputation, and compression of saved tensors."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from zeroshard.errors import PlanError
@@ -63,6 +63,10 @@ class Activations:
                 f"activations.operations={self.operations!r} is for recompute='selective', and recompute is "
                 f"{self.recompute!r}. Set activations=Activations('selective', operations=...), or leave it out."
             )
+
+    def recomputed(self, how: RecomputeName) -> "Activations":
+        """The settings with a recomputation, or as they are where one is chosen already."""
+        return replace(self, recompute=how) if self.recompute in ("schedule", "off") else self
 
     def refusals(self, budget: bool, name: str) -> Iterator[str]:
         """Sentences about settings that do not combine, with the way out.

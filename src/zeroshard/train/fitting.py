@@ -20,7 +20,7 @@ from zeroshard.platform.accelerator import is_accelerator
 from zeroshard.text import format_bytes
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.task import language_task
-from zeroshard.validation.fitting import changed, fitting_or_least, leaner, recomputing_within_budget
+from zeroshard.validation.fitting import changed, fitting_or_least, leaner, recomputing
 
 
 def with_plan_that_fits(error: BudgetExceeded, config: TrainConfig, mesh: Mesh, profile: Path | None) -> BudgetExceeded:
@@ -87,14 +87,16 @@ def _counted_bytes(found: Prediction, device: torch.device) -> int:
 
 def _leaner(plan: Plan, batch: int, ranks: int) -> Iterator[Plan]:
     """Plans that keep less on the device, the lightest first: stages, fewer activations, then offload, then all."""
-    offload = plan.offloading.kinds
-    staged = [plan, *(other for other in leaner(plan, ranks) if other.offloading.kinds == offload)]
-    yield from staged[1:]
-    yield from _with_fewer_activations(staged[-1], batch)
-    offloaded = [other for other in leaner(plan, ranks) if other.offloading.kinds != offload]
-    yield from offloaded
-    if offloaded:
-        yield from _with_fewer_activations(offloaded[-1], batch)
+    groups: dict[tuple[str, ...], list[Plan]] = {}  # by what is offloaded
+    for other in (plan, *leaner(plan, ranks)):
+        groups.setdefault(tuple(sorted(other.offloading.kinds)), []).append(other)
+    first, *rest = groups.values()
+    yield from first[1:]
+    yield from _with_fewer_activations(first[-1], batch)
+    for group in rest:
+        yield from group
+    for group in rest[-1:]:
+        yield from _with_fewer_activations(group[-1], batch)
 
 
 def _with_fewer_activations(plan: Plan, batch: int) -> Iterator[Plan]:
@@ -102,5 +104,5 @@ def _with_fewer_activations(plan: Plan, batch: int) -> Iterator[Plan]:
     if plan.microbatches < batch:
         plan = replace(plan, microbatches=batch)
         yield plan
-    if recomputing_within_budget(plan) is not None:
-        yield replace(plan, activations=replace(plan.saving, recompute="blocks"))
+    if recomputing(plan, "blocks") != plan:
+        yield recomputing(plan, "blocks")

@@ -71,13 +71,13 @@ class Fitting:
         others = max(needed, states_bytes) - states_bytes
         plans = [self.plan, *leaner(self.plan, self.ranks)]
         plan, nbytes = fitting_or_least(((plan, others + self.device_bytes(plan)) for plan in plans), budget)
-        recomputing = recomputing_within_budget(self.plan) if states_bytes <= budget else None
-        if recomputing is not None:
+        again = recomputing(self.plan, "auto")
+        if states_bytes <= budget and again != self.plan:
             more = f" If that is too little, the next is {as_call(plan)}." if nbytes <= budget else ""
             return (
                 f"The model states take {states_bytes:,} of it by their formulas, the activations the rest: raise the "
                 f"budget, give smaller batches, or recompute only as many activations as the budget asks for with "
-                f"{as_call(recomputing)}.{more}"
+                f"{as_call(again)}.{more}"
             )
         if nbytes <= budget:
             return (
@@ -91,14 +91,12 @@ class Fitting:
         )
 
 
-def recomputing_within_budget(plan: Plan) -> Plan | None:
-    """The plan with recompute="auto", or None where that does not combine or recomputation is chosen already."""
-    if plan.pipelined or plan.saving.recompute not in ("schedule", "off"):
-        return None
+def recomputing(plan: Plan, how: Literal["blocks", "auto"]) -> Plan:
+    """The plan with activations that are computed again, or as it is where that does not combine."""
     try:
-        return replace(plan, activations=replace(plan.saving, recompute="auto"))
+        return replace(plan, activations=plan.saving.recomputed(how))
     except PlanError:
-        return None
+        return plan
 
 
 def as_call(plan: Plan) -> str:
