@@ -58,6 +58,7 @@ docs: $(VENV)/.installed
 	$(BIN)/sphinx-build -W -q -b html docs docs/_build
 
 pictures: $(VENV)/.installed
+	$(BIN)/torchrun --standalone --nproc-per-node 4 docs/memory_by_stage.py docs/pictures/memory-by-stage.svg
 	$(DRAW) --all --svg $(DRAWN)-all.svg
 	for name in naive gpipe 1f1b zb-h1; do $(DRAW) --schedule $$name --svg $(DRAWN)-$$name.svg || exit 1; done
 	for name in pipedream 2bw; do $(DRAW) --schedule $$name --steps 3 --svg $(DRAWN)-$$name.svg || exit 1; done

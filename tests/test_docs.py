@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
+from pool import Pool
 
 import zeroshard as zs
 from zeroshard.cli.checkpoint import OPTIONS as CHECKPOINT_OPTIONS
@@ -59,16 +60,14 @@ COMMANDS: dict[str, Any] = {
     **{f"checkpoint {name}": options for name, options in CHECKPOINT_OPTIONS.items()},
 }
 FENCE = re.compile(r"^(?P<marks>`{3,})(?P<language>[^\n`]*)\n(?P<code>.*?)^(?P=marks)$", re.MULTILINE | re.DOTALL)
-RUN = "<!-- test: run -->\n"
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
-def blocks(page: Path, *languages: str) -> Iterator[tuple[str, bool]]:
-    """(code, whether it is to be run) of the fenced blocks of a page in one of the languages."""
-    text = page.read_text()
-    for fence in FENCE.finditer(text):
+def blocks(page: Path, *languages: str) -> Iterator[str]:
+    """Code of the fenced blocks of a page in one of the languages."""
+    for fence in FENCE.finditer(page.read_text()):
         if fence["language"].strip() in languages:
-            yield fence["code"], text[: fence.start()].endswith(RUN)
+            yield fence["code"]
 
 
 def prose(page: Path) -> str:
@@ -83,7 +82,7 @@ def quoted(page: Path) -> list[str]:
 
 def command_lines(page: Path) -> list[list[str]]:
     """The words of every shell command on a page, in blocks and in backticks."""
-    code = [block for block, _ in blocks(page, "sh", "bash", "console", "shell", "")]
+    code = list(blocks(page, "sh", "bash", "console", "shell", ""))
     code += re.findall(r"(?:^ {4}\S.*\n)+", prose(page), re.MULTILINE)  # indented blocks
     lines = [line.strip().removeprefix("$ ") for block in code for line in block.replace("\\\n", " ").splitlines()]
     calls = (line for line in (*lines, *quoted(page)) if re.search(r"\b(zeroshard|make)\b", line))
@@ -217,7 +216,7 @@ def test_names_of_the_package_exist(page: Path) -> None:
         for name in re.findall(r"\bengine\.([a-z_]+)\b", text):
             instance = {"steps", "skipped", "schedule", "model", "plan", "mesh", "ledger", "comm", "py"}
             assert hasattr(zs.Engine, name) or name in instance, f"{page.name} names engine.{name}"
-    for code, _ in blocks(page, "python"):
+    for code in blocks(page, "python"):
         for name in zeroshard_names(ast.parse(code)):
             lookup(name)
 
@@ -231,25 +230,16 @@ def test_plans_in_prose_are_accepted(page: Path) -> None:
 
 @each_page
 def test_option_files_load(page: Path, tmp_path: Path) -> None:
-    for code, _ in blocks(page, "toml"):
+    for code in blocks(page, "toml"):
         file = tmp_path / "options.toml"
         file.write_text(code)
         load_toml(file, TrainConfig)
 
 
 def test_the_cluster_file_loads(tmp_path: Path) -> None:
-    ((code, _),) = blocks(ROOT / "docs" / "cli.md", "ini")
+    (code,) = blocks(ROOT / "docs" / "cli.md", "ini")
     (tmp_path / "cluster.toml").write_text(code)
     assert Cluster.load(tmp_path / "cluster.toml").devices == 8
-
-
-@each_page
-def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for code, to_run in blocks(page, "python"):
-        compiled = compile(code, str(page.relative_to(ROOT)), "exec")
-        if to_run:
-            exec(compiled, {"__name__": "__main__"})
 
 
 @each_page
@@ -306,11 +296,34 @@ FOUR_BY_EIGHT = ("--stages", "4", "--microbatches", "8")
 
 def test_pictures_stand_alone() -> None:
     pictures = {picture.stem: picture.read_text() for picture in PICTURES.glob("*.svg")}
-    assert set(pictures) == {*BY_HAND, *(f"timeline-{name}" for name in DRAWN), "timeline-measured"}
+    drawn = {*(f"timeline-{name}" for name in DRAWN), "timeline-measured", "memory-by-stage"}
+    assert set(pictures) == BY_HAND | drawn
     for name, text in pictures.items():
         assert not re.search(r"href|url\((?!#)|<script|<image|@import", text), f"{name} loads something"
         assert "<title" in text
         assert "<desc" in text or name not in BY_HAND
+
+
+BY_STAGE = runpy.run_path(str(ROOT / "docs" / "memory_by_stage.py"))
+
+
+def counted(mesh: zs.Mesh) -> list[Any]:
+    """Bytes of this rank at each stage, as the picture has them."""
+    return [BY_STAGE["measured"](mesh, stage) for stage in range(4)]
+
+
+def test_the_picture_of_memory_is_what_ranks_count_and_the_paper_says(pool: Pool) -> None:
+    counts = pool.run(counted, 4)
+    assert counts == [[BY_STAGE["formula"](stage, BY_STAGE["parameters"](), 4) for stage in range(4)]] * 4
+    assert (PICTURES / "memory-by-stage.svg").read_text() == BY_STAGE["draw"](counts[0], 4), (
+        "draw it with make pictures"
+    )
+
+
+def test_the_readme_is_short_and_its_loop_is_one_that_is_run() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert len(readme.splitlines()) <= 120
+    assert list(blocks(ROOT / "README.md", "diff")) == list(blocks(ROOT / "docs" / "coming_from.md", "diff"))[:1]
 
 
 @pytest.mark.parametrize("name", DRAWN)

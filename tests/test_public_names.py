@@ -44,7 +44,7 @@ def members(kind: type) -> Iterator[tuple[str, object]]:
 
 def used() -> list[str]:
     """The classes and functions of the package that code on the pages and in the examples imports or calls."""
-    trees = [ast.parse(code) for page in PAGES for code, _ in blocks(page, "python")]
+    trees = [ast.parse(code) for page in PAGES for code in blocks(page, "python")]
     trees += [ast.parse(path.read_text()) for path in sorted((ROOT / "examples").rglob("*.py"))]
     return sorted({name for tree in trees for name in zeroshard_names(tree)} - {"zeroshard"})
 
