@@ -17,6 +17,7 @@ from pool import Pool
 
 import zeroshard as zs
 from zeroshard.cli.checkpoint import OPTIONS as CHECKPOINT_OPTIONS
+from zeroshard.cli.completion import CompletionOptions
 from zeroshard.cli.doctor import DoctorOptions
 from zeroshard.cli.evaluate import EvaluateOptions
 from zeroshard.cli.export import ExportOptions
@@ -56,6 +57,7 @@ COMMANDS: dict[str, Any] = {
     "export": ExportOptions,
     "generate": GenerateOptions,
     "evaluate": EvaluateOptions,
+    "completion": CompletionOptions,
     **{f"launch {name}": options for name, options in CLUSTERS.items()},
     **{f"checkpoint {name}": options for name, options in CHECKPOINT_OPTIONS.items()},
 }
@@ -112,6 +114,7 @@ def check_options(command: str, words: list[str], page: Path) -> None:
         command, words = f"{command} {words[0]}", words[1:]
     known = {*COMMANDS, "launch", "checkpoint", "--help", "--help-all", "-h", "--version"}
     assert command in known, f"{page.name}: there is no command {command}"
+    words = words[: words.index(">")] if ">" in words else words  # the file that gets the output
     words = [word for word in words if word not in ("--help", "--help-all", "...")]
     for option in ("--config",):
         if option in words:

@@ -1,5 +1,6 @@
 """zeroshard trains PyTorch models that do not fit: on many devices or on one."""
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,8 @@ from zeroshard.errors import (
 )
 from zeroshard.platform.imports import uncollected
 from zeroshard.version import __version__
+
+logging.getLogger(__name__).addHandler(logging.NullHandler())  # programs decide what is shown
 
 if TYPE_CHECKING:
     from zeroshard.comm.mesh import Mesh, init_mesh

@@ -1,6 +1,7 @@
 """The plan: everything that decides how a model is trained, in one frozen, validated object."""
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+LOG = logging.getLogger(__name__)
 SEARCHED = (  # by `Plan.auto`, which keeps all other settings
     *("zero", "shard_group", "microbatches", "activations.recompute", "overlap_gather"),
     *("offload.parts", "offload.fraction"),
@@ -230,7 +232,7 @@ class Plan:
         machines: Any = None,
         ranks: int | None = None,
         base: "Plan | None" = None,
-        say: Callable[[str], None] = lambda line: None,
+        say: Callable[[str], None] | None = None,
         fresh: bool = False,
     ) -> "Plan":
         """The fastest plan that fits; found by rehearsing the engine on tensors without values, which takes no memory.
@@ -252,7 +254,8 @@ class Plan:
                 vertical_sync, and of tensor_parallel ranks. expert_parallel is searched for models with mixtures of
                 experts, and kept where it is set. Where nothing else fits, offload.disk is a folder "zeroshard-offload"
                 and offload.speculate is False.
-            say: called on rank 0 with lines about the progress, and in the end with the chosen plan and the reason.
+            say: called on rank 0 with lines about the progress, and in the end with the chosen plan and the reason; by
+                default the logger zeroshard.plan gets them, at level INFO.
             fresh: search in any case; by default an earlier answer is taken from the user's cache folder if it is of
                 the same model, code, batch, optimizer, machines, settings and versions.
 
@@ -264,7 +267,7 @@ class Plan:
             raise PlanError(
                 "Plan.auto needs the planner, which this Plan lacks: take it by `from zeroshard import Plan`."
             )
-        return cls.search(model, batch, optimizer, machines, ranks, base, say, fresh)
+        return cls.search(model, batch, optimizer, machines, ranks, base, say or LOG.info, fresh)
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any]) -> "Plan":

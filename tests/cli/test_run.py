@@ -56,6 +56,18 @@ def test_what_cannot_be_run(
     assert message in said and not jobs
 
 
+def test_many_more_processes_than_cores_are_a_warning(jobs: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--nproc-per-node", "5000", "--", "train") == 7 and len(jobs) == 1
+    warning = capsys.readouterr().err
+    assert warning.startswith("zeroshard: warning: 5000 processes share ") and "; --nproc-per-node " in warning
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--ranks", "4000"])
+    warning = capsys.readouterr().err
+    assert "4000 processes share " in warning and "; --ranks " in warning
+    assert run("--nproc-per-node", "1", "--", "train") == 7
+    assert not capsys.readouterr().err
+
+
 def test_help(jobs: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--help") == 0
     assert "--max-restarts" in capsys.readouterr().out

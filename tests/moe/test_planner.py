@@ -56,5 +56,5 @@ def test_states_and_traffic_to_the_byte(pool: Pool, case: str) -> None:
 
 def test_a_plan_is_described() -> None:
     plan = zs.Plan(expert_parallel=zs.ExpertParallel(4, two_level=True), zero=2)
-    assert short(plan, 8) == "zero 2, experts 4, fp32, tokens in two levels"
+    assert short(plan, 8) == "zero 2, experts over 4 ranks, fp32, tokens in two levels"
     assert any("all experts alike" in note for choice in choices_of(plan) for note in choice.notes(""))

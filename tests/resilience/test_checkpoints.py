@@ -1,6 +1,7 @@
 """The checkpoints of one run: what is kept, what is found again, and what a resumed run goes on with."""
 
 import gc
+import logging
 import random
 import time
 import warnings
@@ -235,3 +236,16 @@ def test_a_checkpoint_that_another_process_writes_is_named(tmp_path: Path) -> No
     (tmp_path / "c.tmp-18a").mkdir()
     with pytest.raises(CheckpointError, match=r"no such folder. c.tmp-18a beside it is still being written, or its wr"):
         Reader(tmp_path / "c")
+
+
+def test_the_log_names_what_was_written_and_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine = made(zs.Mesh())
+    checkpoints = zs.Checkpoints(engine, tmp_path)
+    with caplog.at_level(logging.INFO, "zeroshard"):
+        checkpoints.save(wait=True)
+        checkpoints.resume()
+    path = tmp_path / "step-00000000"
+    assert [(record.name, record.getMessage()) for record in caplog.records] == [
+        ("zeroshard.checkpoint.commit", f"wrote the checkpoint {path}"),
+        ("zeroshard.resilience.checkpoints", f"going on from {path} on rank 0"),
+    ]

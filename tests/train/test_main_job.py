@@ -228,6 +228,7 @@ def test_wrong_input_gives_one_clear_sentence(
     with pytest.raises((ZeroshardError, SystemExit)) as raised:
         run_job(parse(TrainConfig, [*base, *words], "zeroshard train"), Mesh())
     found = capsys.readouterr()
+    assert message == "not finite" or not (tmp_path / "runs").exists()
     if isinstance(raised.value, SystemExit):
         assert (raised.value.code, message in found.out + found.err) == (code, True)
     else:

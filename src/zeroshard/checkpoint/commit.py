@@ -11,6 +11,7 @@ is no folder of that name, and all ranks raise its cause.
 
 import contextlib
 import json
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -27,6 +28,8 @@ from zeroshard.checkpoint.stream import Slot, in_order, write_tensors
 from zeroshard.checkpoint.writer import Coordination, TensorPiece
 from zeroshard.comm.mesh import Mesh
 from zeroshard.errors import CheckpointError
+
+LOG = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -86,6 +89,8 @@ def write(order: WriteOrder, mesh: Mesh, coordination: Coordination) -> None:
             f"The checkpoint {order.path} was not written: {problem.rstrip('.')}. Earlier ones are as they were; mend "
             f"that and save again."
         )
+    if mesh.rank == 0:
+        LOG.info("wrote the checkpoint %s", order.path)
     if mesh.heartbeat is not None:
         mesh.heartbeat.committed(order.facts["step"])
 

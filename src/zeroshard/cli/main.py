@@ -39,6 +39,7 @@ USAGE = """zeroshard trains PyTorch models that do not fit: on many devices or o
   zeroshard report     draw the report of a run folder again
   zeroshard profile    measure the layers of a model on this machine: time, activations, parameters
   zeroshard partition  split a profiled model into stages and replicas for a cluster
+  zeroshard completion print the script with which bash, zsh or fish completes these commands and their options
 
 zeroshard COMMAND --help lists the options of a command, those of a first run where there are many, and --help-all
 lists all; zeroshard --version says the version."""
@@ -59,6 +60,7 @@ COMMANDS = {  # the function of each, which is imported when it runs
     "report": "zeroshard.cli.main:_report",
     "profile": "zeroshard.cli.profile:run_profile",
     "partition": "zeroshard.cli.partition:run_partition",
+    "completion": "zeroshard.cli.main:_completion",
 }
 OPTIONS = {  # option classes whose names replace settings in error messages
     "train": "zeroshard.train.config:TrainConfig",
@@ -70,6 +72,11 @@ OPTIONS = {  # option classes whose names replace settings in error messages
     "partition": "zeroshard.cli.partition:PartitionOptions",
     "profile": "zeroshard.cli.profile:ProfileOptions",
     "doctor": "zeroshard.cli.doctor:DoctorOptions",
+    "run": "zeroshard.cli.run:RunOptions",
+    "export": "zeroshard.cli.export:ExportOptions",
+    "reproduce": "zeroshard.cli.reproduce:ReproduceOptions",
+    "report": "zeroshard.cli.main:ReportOptions",
+    "completion": "zeroshard.cli.completion:CompletionOptions",
 }
 WITH_MODEL = ("train", "plan", "verify", "profile")
 AGAIN = "ZEROSHARD_AGAIN"  # variable with the command that resumes a run, for the started ranks
@@ -227,6 +234,14 @@ def _report(argv: list[str]) -> None:
     from zeroshard.train.options import parse
 
     print(write_report(parse(ReportOptions, argv, "zeroshard report").run))
+
+
+def _completion(argv: list[str]) -> None:
+    from zeroshard.cli.completion import run_completion
+
+    run_completion(
+        argv, lambda: {command: _named(OPTIONS[command]) if command in OPTIONS else None for command in COMMANDS}
+    )
 
 
 def _run(argv: list[str]) -> None:

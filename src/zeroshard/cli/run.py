@@ -1,6 +1,7 @@
 """The command `zeroshard run`: a job under a supervisor."""
 
 import math
+import os
 import shlex
 import shutil
 import sys
@@ -13,6 +14,8 @@ from zeroshard.train.option_values import check_least
 from zeroshard.train.options import parse
 
 WAY_OUT = "write `zeroshard run [OPTIONS] -- train ...` or `zeroshard run [OPTIONS] -- script.py ...`"
+
+CROWDED = 2  # processes per core above which a warning is printed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +75,7 @@ def run_supervised(argv: Sequence[str]) -> None:
         master_addr=options.master_addr,
         master_port=options.master_port,
     )
+    warn_of_few_cores(place.processes, "--nproc-per-node")
     set_threads(place.processes)
     job = Job(
         command=tuple(command),
@@ -91,10 +95,24 @@ def run_ranks(ranks: int, argv: Sequence[str]) -> None:
     """
     from zeroshard.supervisor import Job, Limits, Node, set_threads, supervise
 
+    warn_of_few_cores(ranks, "--ranks")
     set_threads(ranks)
     limits, place = Limits(timeout=math.inf, linger=math.inf), Node(processes=ranks)
     job = Job(command=("train", *argv), place=place, limits=limits, max_restarts=0, grace=math.inf, reports=None)
     sys.exit(supervise(job))
+
+
+def warn_of_few_cores(processes: int, option: str) -> None:
+    """Print a warning where many more processes are started than there are cores."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if processes > CROWDED * cores:
+        print(
+            f"zeroshard: warning: {processes} processes share {cores} core{'s' * (cores > 1)}: each gets "
+            f"{cores / processes:.0%} of one, and takes about 300 MiB of memory beside the model; {option} {cores} "
+            f"gives each its own.",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def resuming(start: Sequence[str], job: Sequence[str], threads: str | None = None) -> str:

@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import fcntl
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -20,6 +21,7 @@ from pathlib import Path
 
 from zeroshard.comm.mesh import user_cache
 
+LOG = logging.getLogger(__name__)
 SOURCES = Path(__file__).parent  # of the package's own kernels
 COMPILERS = ("c++", "g++", "clang++")
 NATIVE = ("-march=native", "-mcpu=native")  # the second where the first is not known
@@ -50,6 +52,7 @@ def library(source: Path, flags: Sequence[str]) -> ctypes.CDLL:
     if not built.exists():
         with _alone(built):
             if not built.exists():
+                LOG.info("compiling the kernel %s into %s, once for this machine", source.stem, built.parent)
                 _build(command, source, flags, built)
     try:
         return ctypes.CDLL(str(built))

@@ -35,7 +35,9 @@ class SharingExperts(Choice):
         """The number of ranks that divide the experts."""
         if self.ranks == 1:
             return Description()
-        return Description((f"experts {self.ranks}",), settings=("tokens in two levels",) if self.two_level else ())
+        return Description(
+            (f"experts over {self.ranks} ranks",), settings=("tokens in two levels",) if self.two_level else ()
+        )
 
     def share(self, states: States, ranks: int) -> States:
         """At least an equal part of the experts, whose parameters fewer ranks slice; the rest is whole."""

@@ -1,5 +1,6 @@
 """The checkpoints of one run: saved by step, the newest kept, and after a failure the newest good one found again."""
 
+import logging
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +11,8 @@ from zeroshard.checkpoint.writer import finish_all
 from zeroshard.engine import Engine
 from zeroshard.errors import CheckpointError, CheckpointWarning, DamagedError
 from zeroshard.resilience.loaders import StatefulLoader, check_loader, restore, with_loader
+
+LOG = logging.getLogger(__name__)
 
 
 class Checkpoints:
@@ -89,7 +92,9 @@ def resume(engine: Engine, folder: Path) -> dict[str, Any] | None:
     for step in reversed(steps):
         path = folder / name_of(step)
         try:
-            return engine.load(path)
+            extra = engine.load(path)
+            LOG.info("going on from %s on rank %d", path, engine.rank)
+            return extra
         except DamagedError as error:
             problem = str(error)
             aside = _put_aside(engine, path)

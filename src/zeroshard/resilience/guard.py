@@ -9,6 +9,7 @@ weights may be the reason. So a checkpoint is proven good by a good loss of the 
 taken; without one, the newest from before the first bad step; a later one never.
 """
 
+import logging
 import math
 import statistics
 from collections.abc import Iterable, Mapping
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 
 from zeroshard.errors import ConfigError, NonFiniteError
 
+LOG = logging.getLogger(__name__)
 LEAST = 10  # good values before a spike can be detected
 REMEMBERED = 8  # bad values shown in an error
 SHOWN = 5  # good values shown in an error
@@ -103,6 +105,7 @@ class Guard:
         self.origin = self.origin or Origin(step, position)
         beside = "" if median is None else f" beside a median of {median:.4g}"
         self._bad_steps = [*self._bad_steps, f"{value:.4g} in step {step}{beside}"][-REMEMBERED:]
+        LOG.warning("the %s is %s", self._what, self._bad_steps[-1])
         if self._row < self._patience:
             return GuardVerdict.BAD
         if self._used >= self._rollbacks:

@@ -1,5 +1,6 @@
 """The folder of a run: its options, metrics as JSON lines, memory of one step, summary, checkpoints and report."""
 
+import contextlib
 import json
 import os
 import time
@@ -39,6 +40,7 @@ class RunFolder:
         self._metrics: TextIO | None = None
         self._loggers: Loggers | None = None
         self._owner: Owner | None = None  # on the rank that holds the lock
+        self._above: list[Path] = []  # folders that were made for this one, the innermost first
 
     @classmethod
     def create(cls, config: TrainConfig, comm: Comm) -> "RunFolder":
@@ -52,6 +54,7 @@ class RunFolder:
         """
         names = comm.agree_on(time.strftime("%Y%m%d-%H%M%S"), "name of the run folder")
         problem, path, found = "", config.out / names[0], None
+        above = [folder for folder in path.parents if not folder.exists()]
         if comm.mesh.rank == 0:
             try:
                 found = unfinished(config)
@@ -71,6 +74,7 @@ class RunFolder:
             raise ConfigError(problem)
         folder = cls(Path(path), continued, split)
         folder._owner = owner() if comm.mesh.rank == 0 else None
+        folder._above = above
         return folder
 
     def open(self, config: TrainConfig, split: Sequence[str]) -> None:
@@ -114,6 +118,19 @@ class RunFolder:
             self._metrics.close()
         if self._loggers is not None:
             self._loggers.close()
+
+    def discard_unless_begun(self) -> None:
+        """Remove the folder after a start that failed before its first step, on the rank that made it."""
+        self.close(over=False)
+        metrics = self.path / "metrics.jsonl"
+        begun = self.continued or (metrics.exists() and metrics.stat().st_size > 0)
+        if self._owner is None or begun:
+            return
+        with contextlib.suppress(OSError):  # it holds more, such as a checkpoint or the files of a logger
+            for name in ("metrics.jsonl", "config.toml", SAME, "prediction.json", LOCK):
+                (self.path / name).unlink(missing_ok=True)
+            for folder in (self.path, *self._above):
+                folder.rmdir()
 
 
 def _scalars(metrics: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, float]]:

@@ -72,6 +72,23 @@ class Measured:
         return self.allocated if self.allocated is not None else sum(self.memory.values())
 
 
+def expectation(prediction: Prediction | None, states_bytes: int, least_seconds: float | None) -> str:
+    """Memory and step time that a run should have, in words.
+
+    Args:
+        prediction: of the run's plan, if it was asked for.
+        states_bytes: model states of this rank on its device, by the formulas.
+        least_seconds: of a step at the device's full rate; None where that is not known.
+    """
+    if prediction is not None:
+        peak, time = format_bytes(prediction.peak_bytes), time_text(prediction.seconds)
+        return f"{peak} at the peak of rank {prediction.rank} and {time} per step, by the prediction"
+    memory = f"model states of {format_bytes(states_bytes)} on each rank's device, activations on top"
+    if least_seconds is None:
+        return f"{memory}; --predict adds the peak and the time of a step"
+    return f"{memory}; a step of {time_text(least_seconds)} at the device's full rate (MFU 100 %)"
+
+
 class Forecast:
     """Measures the first steps of a run that has a prediction; every rank has a forecast.
 

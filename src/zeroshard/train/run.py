@@ -25,7 +25,7 @@ from zeroshard.resilience import Stragglers
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.fitting import with_plan_that_fits
 from zeroshard.train.folder import RunFolder
-from zeroshard.train.forecast import FEWEST, Forecast
+from zeroshard.train.forecast import FEWEST, Forecast, expectation
 from zeroshard.train.gpt import generate
 from zeroshard.train.keeping import Keeping
 from zeroshard.train.model import BuiltModel, build_model
@@ -99,8 +99,26 @@ class Run:
             config.model, self.data.tokenizer.vocabulary, config.sequence, config.dropout, config.mixture,
             pretrained=config.pretrained and config.weights is None,
         )  # fmt: skip
+        self._outlook = outlook or Outlook()
+        self._forecast: Forecast | None = None
         self.folder = RunFolder.create(config, Comm(mesh))
-        plan = config.plan
+        try:
+            self._make_engine(mesh)
+            self.progress = Progress(config.steps, shown=self.engine.reports)
+            self.progress.header(self._header())
+            note = self.progress.note
+            self.keeping = Keeping(config, self.engine, self.data, self.folder.path, note, again)
+        except BaseException:
+            self.folder.discard_unless_begun()
+            raise
+        self._exposed = Exposed(self.engine)
+        self._offload_trace: OffloadTrace | None = None
+        self._tracing, self._trace = ExitStack(), Trace()
+        self._stragglers = Stragglers(mesh.ranks)
+
+    def _make_engine(self, mesh: Mesh) -> None:
+        """Make the engine with its initial weights, and open the folder's files."""
+        config, plan = self.config, self.config.plan
         if self.folder.split:
             plan = plan.with_settings({"pipeline_parallel.split": self.folder.split})
         self._speed = Speed(utilization_of(config, self.built, mesh.device, mesh.ranks), mesh.ranks)
@@ -115,16 +133,6 @@ class Run:
         torch.manual_seed(seed_of(config.plan.seed, "rank", batch))
         if self.engine.reports:
             self.folder.open(config, self.engine.split)
-        self.progress = Progress(config.steps, shown=self.engine.reports)
-        self.progress.header(self._header())
-        note = self.progress.note
-        self.keeping = Keeping(config, self.engine, self.data, self.folder.path, note, again)
-        self._outlook = outlook or Outlook()
-        self._forecast: Forecast | None = None
-        self._exposed = Exposed(self.engine)
-        self._offload_trace: OffloadTrace | None = None
-        self._tracing, self._trace = ExitStack(), Trace()
-        self._stragglers = Stragglers(mesh.ranks)
 
     def train(self) -> dict[str, Any]:
         """Train to the last step; returns the summary that the run folder keeps on the rank that reports.
@@ -163,8 +171,14 @@ class Run:
             "data": self.data.about,
             "plan": f"{short(config.plan, mesh.ranks)}; {ranks}; {rows} rows of {config.sequence} tokens per step",
             **({"owners": engine.owners} if engine.owners else {}),
+            "expect": self._expected(rows * config.sequence),
             "run": str(self.folder.path),
         }
+
+    def _expected(self, tokens: int) -> str:
+        """Memory of this rank and time of a step of so many tokens: as predicted, or by formulas."""
+        states = sum(row.planned_bytes or 0 for row in self.engine.memory().rows if row.tier == "device")
+        return expectation(self._outlook.prediction, math.ceil(states), self._speed.least_seconds(tokens))
 
     def _origin(self) -> str:
         """The origin of initial weights from files, as the end of a text."""
@@ -441,6 +455,9 @@ def run(
             over = True
         except Stopped:
             over = True
+            raise
+        except BaseException:
+            job.folder.discard_unless_begun()
             raise
         finally:
             job.folder.close(over)

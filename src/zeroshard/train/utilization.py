@@ -60,6 +60,11 @@ class Speed:
         """Seconds since the start."""
         return time.perf_counter() - self._started
 
+    def least_seconds(self, tokens: int) -> float | None:
+        """Seconds of a step of so many tokens of all ranks at the devices' full rate; None where it is not known."""
+        used = self._utilization
+        return None if used.whole is None or used.peak is None else used.whole * tokens / self._ranks / used.peak
+
     def step(self, tokens: int, seconds: float) -> dict[str, float]:
         """The metrics of a step that took so many tokens of all ranks."""
         rate = tokens / seconds

@@ -1,5 +1,6 @@
 """Engines of pretrained models of transformers, in one call."""
 
+import logging
 from collections.abc import Callable
 from os import PathLike
 from pathlib import Path
@@ -18,8 +19,10 @@ from zeroshard.interop.huggingface.pretrained import PretrainedValues
 from zeroshard.interop.huggingface.quantized import package, quantise
 from zeroshard.plan import Plan
 from zeroshard.precision.cast import Precision
+from zeroshard.text import format_bytes
 from zeroshard.validation.arguments import check_arguments, check_options
 
+LOG = logging.getLogger(__name__)
 CONFIG = "config.json"
 MISSING = ("refuse", "initialise")
 Result = TypeVar("Result")
@@ -82,7 +85,12 @@ def from_pretrained(
     built, values = _on_all_ranks(mesh, lambda: _opened(Path(path), model, plan, options))
     engine = Engine(built, optimizer, plan, mesh=mesh, loss=loss, initialise=values, example=example)
     engine.load_weights(values)
-    engine.loaded = values.report
+    engine.loaded = report = values.report
+    LOG.info(
+        "rank %d read %s of %s: %d tensors, %d initialised, %d unused",
+        *(engine.rank, format_bytes(report.bytes_read), path),
+        *(len(report.read) + len(report.partly), len(report.initialised), len(report.unused)),
+    )
     return engine
 
 
