@@ -55,6 +55,7 @@ TOY = {  # words behind the name of each script; KEPT is a file for its figures
     "optimizers.py": "--toy --json KEPT",
     "overhead.py": "--ranks 1 --rounds 1 --steps 1 --json KEPT",
     "partition.py": "--models AlexNet --devices 4 --json KEPT",
+    "partition_graphs.py": "--models AlexNet GNMT --json KEPT",
     "peers.py": "--sizes 1M --tokens 8 --precisions fp32 --rounds 1 --steps 1 --engines fsdp2,zero2-shared --json KEPT",
     "pipelines.py": "--rounds 1 --steps 2 --width 16 --tokens 8 --layers 2 --microbatches 2 --json KEPT",
     "predictions.py": "--part times --part fits --toy --first 1 --rounds 1 --steps 1 --plans 1 --json KEPT",

@@ -144,6 +144,34 @@ def test_the_default_is_the_fastest_under_the_simulator(profile: str, capsys: py
                content["alternatives"] if rival["fits"] and rival["name"] != "one device")  # fmt: skip
 
 
+def test_a_graph_is_split_and_its_order_printed_instead_of_options(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two branches of a stem, of which only sums cross to the next stage."""
+    monkeypatch.setenv("COLUMNS", "80")
+    path, names = tmp_path / "graph.txt", ("node1", "node2", "node3", "node4")
+    numbers = "forward_compute_time=100, backward_compute_time=200, activation_size=1000, parameter_size=1000000"
+    edges = (("node1", "node2"), ("node1", "node3"), ("node2", "node4"), ("node3", "node4"))
+    path.write_text(
+        "\n".join([*(f"{n} -- Conv2d(1) -- {numbers}" for n in names), *(f"\t{a} -- {b}" for a, b in edges)])
+    )
+    words = ("--profile", str(path), "--devices", "2", "--link-gbps", "0.01", "--objective")
+    content = read(capsys, *words, "paper")
+    assert content["options"] is None
+    assert content["order"] in (
+        [f"{n} Conv2d" for n in names],
+        [f"{n} Conv2d" for n in ("node1", "node3", "node2", "node4")],
+    )
+    assert [(s["first"], s["last"], s["send_seconds"]) for s in content["stages"]] == [
+        (0, 1, 2 * 2000 / 1.25e6),  # the stem's output, which the other branch reads, and the first branch's
+        (2, 3, 0),
+    ]
+    assert content["seconds_per_microbatch"] == pytest.approx(0.6)
+    shown = run(capsys, *words, "memory")
+    assert "a graph of 4 layers, as measured on" in shown and "objective: memory" in shown
+    assert "--ranks" not in shown and "whose blocks follow this order" in " ".join(shown.split())
+
+
 GIVEN = ("--devices", "4", "--link-gbps", "10")
 WRONG = [
     ((), "--cluster FILE, or --devices 4 --link-gbps 10"),

@@ -13,9 +13,11 @@ from rich.table import Table
 
 from zeroshard.errors import ConfigError, PlanError
 from zeroshard.pipeline.partition.cluster import Cluster
+from zeroshard.pipeline.partition.graph import GraphProfile, LayerGraph
 from zeroshard.pipeline.partition.pipedream import Partition, PartitionStage, Shape, partition
 from zeroshard.pipeline.partition.profile import LayerCost, Profile
-from zeroshard.pipeline.partition.simulated import SIMULATED, fastest
+from zeroshard.pipeline.partition.reading import read_profile
+from zeroshard.pipeline.partition.simulated import MEMORY, SIMULATED, fastest, leanest
 from zeroshard.report.plain_table import plain_table
 from zeroshard.text import format_bytes, parse_bytes
 
@@ -27,7 +29,8 @@ class PartitionOptions:
     """Split a profiled model into stages and replicas (PipeDream's dynamic program, SOSP 2019, section 3.1)."""
 
     profile: Path
-    """File that `zeroshard profile` wrote."""
+    """File that `zeroshard profile` wrote, such a file with `edges` for a graph of layers, or the graph.txt of
+    PipeDream's profiler."""
     cluster: Path | None = None
     """TOML file of the cluster: memory, and from the innermost outwards a [[level]] each with count and gbps."""
     devices: int | None = None
@@ -39,9 +42,10 @@ class PartitionOptions:
     state_copies: float = 3
     """Copies of its parameters that a device keeps besides the versions of the weights: gradients and optimizer states;
     3 is AdamW, 2 SGD with momentum, 0 the paper's own count."""
-    objective: Literal["simulated", "paper", "released"] = "simulated"
+    objective: Literal["simulated", "paper", "released", "memory"] = "simulated"
     """Time to minimise: as the paper defines it ("paper"), as the authors' program computes it ("released"), or, over
-    the splits that both find, the simulated time of the schedule ("simulated")."""
+    the splits that both find, the simulated time of the schedule ("simulated"); or first the bytes of the device with
+    the largest need, then the simulated time ("memory")."""
     json: bool = False
     """Print JSON instead of tables."""
 
@@ -91,9 +95,10 @@ def run_partition(argv: Sequence[str]) -> None:
     from zeroshard.train.options import parse
 
     options = parse(PartitionOptions, argv, "zeroshard partition")
-    profile, cluster = Profile.load(options.profile), options.described_cluster()
-    chosen = _split(profile.layers, cluster, options)
-    rivals = [_rival(name, profile.layers, cluster, options) for name in RIVALS]
+    profile, cluster = read_profile(options.profile), options.described_cluster()
+    model = profile.graph if isinstance(profile, GraphProfile) else profile.layers
+    chosen = _split(model, cluster, options)
+    rivals = [_rival(name, model, cluster, options) for name in RIVALS]
     if options.json:
         print(json.dumps(_as_json(profile, cluster, chosen, rivals), indent=1, allow_nan=False))
     else:
@@ -111,26 +116,31 @@ def train_options(layers: Sequence[LayerCost], chosen: Partition) -> list[str]:
     return [*ranks, *stages, "--pipeline-parallel.replicas", *replicas]
 
 
-def _split(layers: Sequence[LayerCost], cluster: Cluster, options: PartitionOptions, shape: Shape = "any") -> Partition:
-    if options.objective == SIMULATED:
-        return fastest(layers, cluster, state_copies=options.state_copies, shape=shape)
-    return partition(layers, cluster, options.objective, state_copies=options.state_copies, shape=shape)
+def _split(
+    model: Sequence[LayerCost] | LayerGraph, cluster: Cluster, options: PartitionOptions, shape: Shape = "any"
+) -> Partition:
+    if options.objective in (SIMULATED, MEMORY):
+        find = fastest if options.objective == SIMULATED else leanest
+        return find(model, cluster, state_copies=options.state_copies, shape=shape)
+    return partition(model, cluster, options.objective, state_copies=options.state_copies, shape=shape)
 
 
-def _rival(name: str, layers: Sequence[LayerCost], cluster: Cluster, options: PartitionOptions) -> Rival:
+def _rival(name: str, model: Sequence[LayerCost] | LayerGraph, cluster: Cluster, options: PartitionOptions) -> Rival:
     """The best of its kind that fits, else the fastest with any memory."""
     limits = Cluster.flat(1, math.inf, cluster.memory_bytes) if name == "one device" else cluster
     reason = ""
     for limited in (limits, replace(limits, memory_bytes=None)):
         try:
-            found = _split(layers, limited, options, RIVALS[name])
+            found = _split(model, limited, options, RIVALS[name])
             return Rival(name, found, limited is limits)
         except PlanError as error:
             reason = str(error)
     return Rival(name, None, False, reason)
 
 
-def _as_json(profile: Profile, cluster: Cluster, chosen: Partition, rivals: Sequence[Rival]) -> dict[str, Any]:
+def _as_json(
+    profile: Profile | GraphProfile, cluster: Cluster, chosen: Partition, rivals: Sequence[Rival]
+) -> dict[str, Any]:
     return {
         "model": profile.model,
         "machine": profile.machine,
@@ -140,17 +150,18 @@ def _as_json(profile: Profile, cluster: Cluster, chosen: Partition, rivals: Sequ
             "memory_bytes": cluster.memory_bytes,
         },
         "objective": chosen.objective,
-        **_split_json(profile.layers, chosen),
+        **_split_json(chosen),
         "alternatives": [
             {"name": rival.name, "fits": rival.fits}
-            | ({"reason": rival.reason} if rival.partition is None else _split_json(profile.layers, rival.partition))
+            | ({"reason": rival.reason} if rival.partition is None else _split_json(rival.partition))
             for rival in rivals
         ],
-        "options": train_options(profile.layers, chosen),
-    }
+        "options": None if isinstance(profile, GraphProfile) else train_options(chosen.layers, chosen),
+    } | ({"order": [y.name for y in chosen.layers]} if isinstance(profile, GraphProfile) else {})
 
 
-def _split_json(layers: Sequence[LayerCost], split: Partition) -> dict[str, Any]:
+def _split_json(split: Partition) -> dict[str, Any]:
+    layers = split.layers
     return {
         "seconds_per_microbatch": split.seconds,
         "microbatches_per_second": _finite(split.throughput),
@@ -167,19 +178,33 @@ def _finite(number: float) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _print(profile: Profile, cluster: Cluster, chosen: Partition, rivals: Sequence[Rival]) -> None:
+def _print(profile: Profile | GraphProfile, cluster: Cluster, chosen: Partition, rivals: Sequence[Rival]) -> None:
     console = Console(highlight=False)
-    console.print(f"{profile.model}, {profile.microbatch_rows} rows per microbatch, as measured on {profile.machine},")
+    console.print(f"{_described(profile)} as measured on {profile.machine},", markup=False)
     console.print(f"over {cluster}; objective: {chosen.objective}")
-    console.print(_stage_table(profile.layers, chosen))
+    console.print(_stage_table(chosen.layers, chosen))
     console.print(_rival_table(chosen, rivals))
     for rival in rivals:
         if rival.partition is None:
             console.print(f"No {rival.name}: {rival.reason}")
         elif rival.fits and rival.partition.seconds < chosen.seconds:
             console.print(f"The chosen split uses all {cluster.devices} devices; {rival.name} is faster.")
+    if chosen.merged:
+        console.print("The graph has too many places for a cut: each branch was taken as one layer, and stayed whole.")
+    if isinstance(profile, GraphProfile):
+        console.print(
+            "\nLayers stand in the order of the stages; --json prints all of it. "
+            "[b]zeroshard train[/b] cuts a model whose blocks follow this order, by the first block of each stage."
+        )
+        return
     console.print("\nAs options of [b]zeroshard train[/b]:")
-    console.print("  " + " ".join(train_options(profile.layers, chosen)), soft_wrap=True, markup=False)
+    console.print("  " + " ".join(train_options(chosen.layers, chosen)), soft_wrap=True, markup=False)
+
+
+def _described(profile: Profile | GraphProfile) -> str:
+    layers = f", a graph of {len(profile.graph.layers)} layers" if isinstance(profile, GraphProfile) else ""
+    rows = f", {profile.microbatch_rows} rows per microbatch" if profile.microbatch_rows else ""
+    return f"{profile.model}{layers}{rows},"
 
 
 def _stage_table(layers: Sequence[LayerCost], chosen: Partition) -> Table:

@@ -14,15 +14,16 @@ component that it is for. A layer range that does not fit a device with that man
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
-from itertools import accumulate
 from typing import Literal
 
 from zeroshard.errors import PlanError
 from zeroshard.pipeline.partition.cluster import Cluster
+from zeroshard.pipeline.partition.graph import LayerGraph
 from zeroshard.pipeline.partition.profile import LayerCost
+from zeroshard.pipeline.partition.states import CutStates, states_of
 from zeroshard.text import format_bytes
 
 Shape = Literal["any", "straight", "data parallel"]
@@ -62,11 +63,15 @@ class Partition:
 
     Attributes:
         seconds: predicted time per microbatch, that of the slowest stage or message.
+        layers: in the order of the stages; those of a graph have as `activation_bytes` what crosses a cut behind them.
+        merged: whether each branch of a graph was taken as one layer, because there were too many places for a cut.
     """
 
     stages: tuple[PartitionStage, ...]
     seconds: float
     objective: str
+    layers: tuple[LayerCost, ...] = field(default=(), repr=False)
+    merged: bool = False
 
     @property
     def replicas(self) -> tuple[int, ...]:
@@ -85,7 +90,7 @@ class Partition:
 
 
 def partition(
-    layers: Sequence[LayerCost],
+    layers: Sequence[LayerCost] | LayerGraph,
     cluster: Cluster,
     objective: str = "paper",
     memory: int | None = None,
@@ -105,29 +110,58 @@ def partition(
     The limit on memory is the same for both (the authors' program leaves out the microbatch that is being computed).
 
     Args:
+        layers: a chain of them, or a graph.
         memory: limit on the bytes of one device, instead of the cluster's.
         state_copies: copies of its parameters that a device keeps besides the versions of the weights: gradients and
             optimizer states (3 for AdamW).
         shape: choose among all splits, those without replicas, or the one without cuts.
 
     Raises:
-        PlanError: nothing to split, an unknown name, too few layers for the shape, or no split fits the memory, and by
-            how much.
+        PlanError: nothing to split, an unknown name, too few layers for the shape, a graph with too many branches side
+            by side, or no split fits the memory, and by how much.
     """
-    _check(layers, objective, shape, cluster)
+    states = _checked(layers, objective, shape, cluster)
     limit = cluster.memory_bytes if memory is None else memory
-    task = _Task(layers, cluster, OBJECTIVES[objective], shape, state_copies, limit, limit is not None)
+    task = _Task(states, cluster, OBJECTIVES[objective], shape, state_copies, limit, limit is not None)
     whole = task.table(len(cluster.levels), Fraction(0))
-    seconds = whole.best(0, len(layers) - 1)
+    seconds = whole.best(0, len(states) - 1)
     if math.isinf(seconds):
         raise _does_not_fit(task)
-    return Partition(tuple(_kept(task, whole.stages(0, len(layers) - 1))), seconds, objective)
+    return _split(task, seconds, whole.stages(0, len(states) - 1), objective)
 
 
-def _check(layers: Sequence[LayerCost], objective: str, shape: str, cluster: Cluster) -> None:
-    if not layers:
+def least_memory(
+    layers: Sequence[LayerCost] | LayerGraph, cluster: Cluster, state_copies: float = 0, shape: Shape = "any"
+) -> int:
+    """Bytes of the device that needs most, of the split of all devices in which they are fewest.
+
+    Raises:
+        PlanError: as `partition` does, without a limit.
+    """
+    states = _checked(layers, "paper", shape, cluster)
+    return _least_memory(_Task(states, cluster, _Memory(), shape, state_copies, None, True))
+
+
+def _least_memory(task: "_Task") -> int:
+    whole = replace(task, objective=_Memory(), limit=None).table(len(task.cluster.levels), Fraction(0))
+    return math.ceil(whole.best(0, len(task.states) - 1))
+
+
+def _split(task: "_Task", seconds: float, stages: Sequence[PartitionStage], objective: str) -> Partition:
+    """The stages as ranges of layers, with their versions and memory."""
+    layers, counts = task.states.chain([stage.last for stage in stages])
+    kept = [
+        replace(stage, first=first, last=last - 1)
+        for stage, first, last in zip(_kept(task, stages), (0, *counts), counts, strict=False)
+    ]
+    return Partition(tuple(kept), seconds, objective, layers, task.states.merged)
+
+
+def _checked(layers: Sequence[LayerCost] | LayerGraph, objective: str, shape: str, cluster: Cluster) -> CutStates:
+    costs = layers.layers if isinstance(layers, LayerGraph) else layers
+    if not costs:
         raise PlanError("There are no layers to split; profile a model that has some.")
-    for layer in layers:
+    for layer in costs:
         for name in ("forward_seconds", "backward_seconds", "activation_bytes", "saved_bytes", "parameter_bytes"):
             if not 0 <= getattr(layer, name) < math.inf:
                 raise PlanError(
@@ -137,19 +171,20 @@ def _check(layers: Sequence[LayerCost], objective: str, shape: str, cluster: Clu
     for what, name, names in (("objective", objective, OBJECTIVES), ("shape", shape, SHAPES)):
         if name not in names:
             raise PlanError(f"There is no {what} {name!r}; choose one of {', '.join(names)}.")
-    if shape == "straight" and len(layers) < cluster.devices:
+    states = states_of(layers)
+    if shape == "straight" and states.places < cluster.devices:
         raise PlanError(
-            f"{len(layers)} layers cannot make {cluster.devices} stages without replicas; use {len(layers)} devices or "
-            f"fewer, or replicas."
+            f"{states.places} layers cannot make {cluster.devices} stages without replicas; use {states.places} "
+            f"devices or fewer, or replicas."
         )
+    return states
 
 
 def _does_not_fit(task: "_Task") -> PlanError:
     """The error with the need of the split that needs least memory."""
-    whole = replace(task, objective=_Memory(), limit=None).table(len(task.cluster.levels), Fraction(0))
-    least, limit = math.ceil(whole.best(0, len(task.layers) - 1)), task.limit or 0
+    least, limit = _least_memory(task), task.limit or 0
     return PlanError(
-        f"No split of the {len(task.layers)} layers over {task.cluster.devices} devices fits into "
+        f"No split of the {len(task.states.layers)} layers over {task.cluster.devices} devices fits into "
         f"{format_bytes(limit)} per device: the leanest needs {format_bytes(least)}, {format_bytes(least - limit)} "
         f"more. Use devices with more memory, more devices, or a profile with fewer rows per microbatch."
     )
@@ -219,9 +254,9 @@ OBJECTIVES = {"paper": _Objective(), "released": _Released()}
 
 @dataclass(frozen=True)
 class _Task:
-    """One problem, with sums over ranges of layers and a table for each level and number of devices after."""
+    """One problem, with a table for each level and number of devices after."""
 
-    layers: Sequence[LayerCost]
+    states: CutStates
     cluster: Cluster
     objective: _Objective
     shape: str
@@ -230,26 +265,18 @@ class _Task:
     counts_versions: bool
 
     @cached_property
-    def sums(self) -> tuple[list[float], list[int], list[int]]:
-        """Seconds, parameter bytes and saved bytes of all layers before the first, the second, …, and of all."""
-        seconds = accumulate((y.forward_seconds + y.backward_seconds for y in self.layers), initial=0.0)
-        parameters = accumulate((y.parameter_bytes for y in self.layers), initial=0)
-        saved = accumulate((y.saved_bytes for y in self.layers), initial=0)
-        return [*seconds], [*parameters], [*saved]
-
-    @cached_property
     def tables(self) -> "dict[tuple[int, Fraction], _Table | _Device]":
         """Those made so far."""
         return {}
 
     def seconds(self, i: int, j: int) -> float:
-        return self.sums[0][j + 1] - self.sums[0][i]
+        return self.states.seconds[j + 1] - self.states.seconds[i]
 
     def weights(self, i: int, j: int) -> int:
-        return self.sums[1][j + 1] - self.sums[1][i]
+        return self.states.parameters[j + 1] - self.states.parameters[i]
 
     def memory(self, i: int, j: int, versions: int) -> float:
-        weights, saved = self.weights(i, j), self.sums[2][j + 1] - self.sums[2][i]
+        weights, saved = self.weights(i, j), self.states.saved[j + 1] - self.states.saved[i]
         return versions * (weights + saved) + self.state_copies * weights
 
     def table(self, k: int, after: Fraction) -> "_Table | _Device":
@@ -290,7 +317,7 @@ class _Table:
         self.cuts: dict[int, list[list[tuple[int, int] | None]]] = {}  # (s, n): the last stage is s + 1 to j on n parts
         self.inners: dict[tuple[int, int], _Table | _Device] = {}
         self.lasts: dict[tuple[int, int], list[list[float]]] = {}
-        self.sends = [[self._send(j, n) for j in range(len(task.layers))] for n in range(1, self.count + 1)]
+        self.sends = [[self._send(j, n) for j in range(len(task.states))] for n in range(1, self.count + 1)]
 
     def best(self, i: int, j: int) -> float:
         """Of layers i to j on the whole component; infinite where nothing fits."""
@@ -312,10 +339,10 @@ class _Table:
 
     def _fill(self, i: int) -> None:
         """The rows of A^k for all j and m."""
-        layers, counts, shape = len(self.task.layers), range(self.count + 1), self.task.shape
-        self.values[i] = [[math.inf] * layers for _ in counts]
-        self.cuts[i] = [[None] * layers for _ in counts]
-        for j in range(i, layers):
+        states, counts, shape = self.task.states, range(self.count + 1), self.task.shape
+        self.values[i] = [[math.inf] * len(states) for _ in counts]
+        self.cuts[i] = [[None] * len(states) for _ in counts]
+        for j in states.ends(i):
             for m in counts[1:]:
                 if shape != "straight" or m == 1:
                     self.values[i][m][j] = self._stage(i, j, m, self.count - m, cut=False)
@@ -327,7 +354,7 @@ class _Table:
         """Whether a cut, with n of the m parts behind it, betters A^k(i, j, m)."""
         before, last, sends = self.values[i][m - n], self._last(n, self.count - m)[j], self.sends[n - 1]
         best, floor = self.values[i][m][j], self._sends_on(j, n)
-        for s in range(i, j):
+        for s in self.task.states.within(i, j):
             if last[s + 1] < best and before[s] < best:
                 value = max(before[s], sends[s], last[s + 1], floor)
                 if value < best * TIE:
@@ -338,10 +365,15 @@ class _Table:
         """T^k(i, j, n) of stages behind a cut, by j and i, with `rest` parts of this component after them."""
         key = n, rest if self.task.counts_versions else 0  # else they do not depend on what comes after
         if key not in self.lasts:
-            self.lasts[key] = [
-                [self._stage(i, j, n, rest, cut=True) for i in range(j + 1)] for j in range(len(self.task.layers))
-            ]
+            self.lasts[key] = [self._ends(j, n, rest) for j in range(len(self.task.states))]
         return self.lasts[key]
+
+    def _ends(self, j: int, n: int, rest: int) -> list[float]:
+        """T^k(i, j, n) by i; infinite where no range is from i to j."""
+        found = [math.inf] * (j + 1)
+        for i in self.task.states.starts(j):
+            found[i] = self._stage(i, j, n, rest, cut=True)
+        return found
 
     def _stage(self, i: int, j: int, n: int, rest: int, cut: bool) -> float:
         objective = self.task.objective
@@ -359,10 +391,10 @@ class _Table:
         return self.task.objective.sync(self.task.weights(i, j), n, self.bandwidth, 1 if cut else self.lower_ranks)
 
     def _send(self, j: int, n: int) -> float:
-        return self.task.objective.send(self.task.layers[j].activation_bytes, n, self.bandwidth)
+        return self.task.objective.send(self.task.states.sent[j], n, self.bandwidth)
 
     def _sends_on(self, j: int, n: int) -> float:
-        return self.sends[n - 1][j] if self.task.objective.adds and j < len(self.task.layers) - 1 else 0.0
+        return self.sends[n - 1][j] if self.task.objective.adds and j < len(self.task.states) - 1 else 0.0
 
     def _chain(self, i: int, j: int) -> list[tuple[int, int, int, int, bool]]:
         """First layer, last layer, replicas, parts after, and whether a cut comes before, for each stage in turn."""

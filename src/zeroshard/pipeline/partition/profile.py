@@ -60,9 +60,9 @@ class Profile:
             DataError: no such file, or no profile.
         """
         try:
-            content = _facts(cls, json.loads(path.read_text()))
-            layers = [_facts(LayerCost, layer) for layer in content.pop("layers")]
-            _check(layers)
+            content = facts(cls, json.loads(path.read_text()))
+            layers = [facts(LayerCost, layer) for layer in content.pop("layers")]
+            check_layers(layers)
             return cls(layers=tuple(LayerCost(**layer) for layer in layers), **content)
         except OSError as error:
             raise DataError(
@@ -72,16 +72,25 @@ class Profile:
             raise DataError(f"{path} is no profile ({error}); `zeroshard profile` makes one.") from error
 
 
-def _facts(kind: type, content: Any) -> dict[str, Any]:
-    """The fields of a dataclass, all of them and nothing else."""
-    names = {field.name for field in dataclasses.fields(kind)}
+def facts(kind: type | tuple[str, ...], content: Any) -> dict[str, Any]:
+    """The fields of a dataclass, or those of these names, all of them and nothing else.
+
+    Raises:
+        ValueError: others.
+    """
+    names = set(kind) if isinstance(kind, tuple) else {field.name for field in dataclasses.fields(kind)}
     if not isinstance(content, dict) or content.keys() != names:
         found = ", ".join(sorted(content)) if isinstance(content, dict) else repr(content)
         raise ValueError(f"{found or 'nothing'} stands where {', '.join(sorted(names))} should")
     return content
 
 
-def _check(layers: list[dict[str, Any]]) -> None:
+def check_layers(layers: list[dict[str, Any]]) -> None:
+    """Whether these can be the facts of `LayerCost`.
+
+    Raises:
+        ValueError: no layers, or a number out of range.
+    """
     if not layers:
         raise ValueError("it has no layers")
     for layer in layers:

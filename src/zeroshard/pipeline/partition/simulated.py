@@ -13,19 +13,28 @@ from itertools import pairwise
 
 from zeroshard.errors import PlanError
 from zeroshard.pipeline.partition.cluster import Cluster
-from zeroshard.pipeline.partition.pipedream import OBJECTIVES, SHAPES, Partition, PartitionStage, Shape, partition
+from zeroshard.pipeline.partition.graph import LayerGraph
+from zeroshard.pipeline.partition.pipedream import (
+    OBJECTIVES,
+    SHAPES,
+    Partition,
+    PartitionStage,
+    Shape,
+    least_memory,
+    partition,
+)
 from zeroshard.pipeline.partition.profile import LayerCost
 from zeroshard.schedule import Layout, PipelineSchedule
 from zeroshard.schedule.simulate import Costs, simulate
 
-SIMULATED = "simulated"
+SIMULATED, MEMORY = "simulated", "memory"
 STEPS = 8  # of which the second half shows the rhythm
 MOST_COMPUTES = 40_000  # forwards on all ranks; beyond, the slowest stage or message stands for the simulation
 TICKS = 1e9  # of a second: messages are given to the simulator by their time, as links differ
 
 
 def fastest(
-    layers: Sequence[LayerCost],
+    layers: Sequence[LayerCost] | LayerGraph,
     cluster: Cluster,
     memory: int | None = None,
     state_copies: float = 0,
@@ -40,7 +49,7 @@ def fastest(
         PlanError: as `partition` does.
     """
     refused: PlanError | None = None
-    found: dict[tuple[tuple[int, int, int], ...], Partition] = {}
+    found: dict[tuple[object, ...], Partition] = {}
     for kind in SHAPES if shape == "any" else (shape,):
         for objective in OBJECTIVES:
             try:
@@ -48,11 +57,34 @@ def fastest(
             except PlanError as error:
                 refused = refused or error
                 continue
-            found.setdefault(tuple((s.first, s.last, s.replicas) for s in split.stages), split)
+            stages = tuple((s.first, s.last, s.replicas) for s in split.stages)
+            found.setdefault((stages, split.layers), split)
     if not found:
         assert refused is not None
         raise refused
-    return min((timed(layers, split, cluster) for split in found.values()), key=lambda split: split.seconds)
+    return min((timed(split.layers, split, cluster) for split in found.values()), key=lambda split: split.seconds)
+
+
+def leanest(
+    layers: Sequence[LayerCost] | LayerGraph,
+    cluster: Cluster,
+    memory: int | None = None,
+    state_copies: float = 0,
+    shape: Shape = "any",
+) -> Partition:
+    """Of the splits whose device with the largest need has the least of all, the fastest as `fastest` finds it.
+
+    Args:
+        memory: see `partition`; so are the others.
+
+    Raises:
+        PlanError: as `partition` does.
+    """
+    limit = cluster.memory_bytes if memory is None else memory
+    least = least_memory(layers, cluster, state_copies, shape)
+    return replace(
+        fastest(layers, cluster, least if limit is None else min(least, limit), state_copies, shape), objective=MEMORY
+    )
 
 
 def timed(layers: Sequence[LayerCost], split: Partition, cluster: Cluster) -> Partition:
@@ -60,7 +92,7 @@ def timed(layers: Sequence[LayerCost], split: Partition, cluster: Cluster) -> Pa
     stages = list(_stages(layers, split, cluster))
     bound = max(max(stage.seconds, stage.send_seconds / 2) for stage in stages)
     seconds = bound if len(stages) == 1 else _simulated(layers, stages, bound)
-    return Partition(tuple(stages), seconds, SIMULATED)
+    return Partition(tuple(stages), seconds, SIMULATED, split.layers, split.merged)
 
 
 def _stages(layers: Sequence[LayerCost], split: Partition, cluster: Cluster) -> Iterator[PartitionStage]:
