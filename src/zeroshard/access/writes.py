@@ -260,7 +260,8 @@ class Writes:
     def _unreadable(self, name: str) -> PlanError:
         return PlanError(
             f"'{name}' was read outside of the model's forward and backward while each rank has a slice of it (zero=3)."
-            f" Read it inside `with engine.gathered():`, on every rank, or take engine.state_dict()."
+            f" Read it inside `with engine.gathered():`, on every rank, or take engine.state_dict(); a method besides "
+            f"forward that reads it becomes a forward by engine.register_forward_method(module, 'name')."
         )
 
 

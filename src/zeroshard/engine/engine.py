@@ -17,6 +17,7 @@ from torch import nn
 
 from zeroshard.access.adapter_export import ExportSizes, export_adapters
 from zeroshard.access.editing import Editing, set_magnitudes, state_dict_by_unit
+from zeroshard.access.forward_methods import MethodAccess
 from zeroshard.access.given import LoadedKeys
 from zeroshard.access.gradient_shares import GradientShare, shares_of
 from zeroshard.access.join import JoinAccess, Joins
@@ -91,7 +92,7 @@ LossFunction = Callable[[Any, Any], Any]
 INTERNAL = ("comm", "comms", "ledger", "world")  # public within the package alone
 
 
-class Engine(GradientAccess, JoinAccess):
+class Engine(GradientAccess, JoinAccess, MethodAccess):
     """Trains `model` as `plan` says.
 
     Args:

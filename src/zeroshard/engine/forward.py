@@ -7,7 +7,7 @@ before the saved tensor is read, whatever path the backward took.
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -38,6 +38,7 @@ from zeroshard.units.hooks import (
     with_tensors,
 )
 from zeroshard.validation.model_checks import refuse_renormalising
+from zeroshard.zero.lone_calls import LoneCalls
 
 
 class Forward:
@@ -45,6 +46,7 @@ class Forward:
 
     Attributes:
         writes: watches the parameters.
+        lone: calls of modules outside of the model's forward.
         saver: stores tensors that autograd saves.
     """
 
@@ -59,6 +61,7 @@ class Forward:
         self._known: set[int] = set()  # storages of weights, which are no activations
         self._counts = ledger.limits_activations
         self._visitors: list[int] = []  # units that modules of other units have read in the pass under way
+        self.lone = LoneCalls(self, self._gatherer)
         self.writes = Writes(model, assembly.parts, self)
         self.unfreeze: Callable[[], None] = lambda: None  # trains parameters that were frozen and require gradients now
         make_rows_alone(model)
@@ -84,39 +87,45 @@ class Forward:
     @property
     def running(self) -> bool:
         """Whether a forward or a backward of the model is under way."""
-        return bool(self._open) or torch._C._current_graph_task_id() != -1
+        return bool(self._open or self.lone.open) or torch._C._current_graph_task_id() != -1
 
     def bring(self, unit: int, parameter: str) -> None:
-        """Gather a unit for a module of another unit, which reads one of its parameters.
-
-        Raises:
-            PlanError: as `need`.
-        """
-        self.need(unit)
+        """Gather a unit for a module of another unit, which reads one of its parameters."""
+        self._need(unit)
         if self._open:
             self._visitors.append(unit)
+        elif self.lone.open:
+            self.lone.needs(unit)
 
-    def need(self, unit: int) -> None:
-        """Gather a unit for a module that is about to run.
+    def need(self, unit: int, module: nn.Module, ended: bool = False) -> None:
+        """Gather a unit for a module that is about to run, also outside of the model's forward ([Note: lone calls]).
 
-        Raises:
-            PlanError: neither the model's forward nor a backward is under way, so the other ranks may not take part.
+        Args:
+            ended: whether `after` of the unit's hooks is called when the module has run.
         """
-        if not self._open:
-            if torch._C._current_graph_task_id() != -1:
-                self._backward.begin()  # a recomputation comes before any other hook of this backward
-            elif not self._gatherer.all_gathered:
-                raise PlanError(
-                    f"A module with parameters of unit '{self._parts.units[unit].label}' was called outside of the "
-                    f"model's own forward, while its parameters are sliced (zero=3). Call the whole model, or call "
-                    f"the module inside `with engine.gathered():`, on every rank."
-                )
+        alone = not self._open and torch._C._current_graph_task_id() == -1
+        if alone and (self.lone.open or not self._gatherer.all_gathered):
+            if not self.lone.open:
+                self._backward.forget_interrupted()
+                if torch.is_grad_enabled():
+                    self.unfreeze()
+            self.lone.begin(module, unit, ended)
+        self._need(unit)
+
+    def method(self) -> AbstractContextManager[Callable[[Any], Any]]:
+        """The call inside of a method besides `forward`; gives the function to be applied to its output."""
+        return self.lone.method() if self._homes and not self._gatherer.all_gathered else nullcontext(lambda out: out)
+
+    def _need(self, unit: int) -> None:
+        """Gather a unit, in a backward that a recomputation begins before any other hook."""
+        if not self._open and torch._C._current_graph_task_id() != -1:
+            self._backward.begin()
         self._gatherer.need(unit)
 
     @contextmanager
     def gathered(self, unit: int) -> Iterator[None]:
         """Gather a unit for a recomputed forward; its backward may come later."""
-        self.need(unit)
+        self._need(unit)
         yield
         self._gatherer.done(unit, computed_again=True)
 
@@ -308,14 +317,14 @@ class _Watch:
         """Gather the unit before its forward, and free it once the backward has reached its inputs."""
         if self.forward.transformed(self.unit):
             return
-        self.forward.need(self.unit)
+        self.forward.need(self.unit, module, ended=True)
         if torch.is_grad_enabled() and not self.gatherer.inside(PassKind.BACKWARD):
             listen((args, kwargs), self._leave, first=True)
 
     def before_owner(self, module: nn.Module, args: Any) -> None:
         """Gather it before the forward of a module that holds one of its parameters."""
         if not torch.compiler.is_dynamo_compiling() and not self.forward.transformed(self.unit):
-            self.forward.need(self.unit)
+            self.forward.need(self.unit, module)
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any = None) -> Any:
         """Free it after its forward, and gather it again when the first gradient of its outputs is there.
@@ -328,6 +337,8 @@ class _Watch:
             self.gatherer.done(self.unit, computed_again=True)
             return None
         output = self.forward.leaving(output, self.unit)
+        if self.forward.lone.open:
+            output = self.forward.lone.end(module, output)
         self.gatherer.done(self.unit)
         listen(output, self._again, besides=(args, kwargs))
         return output

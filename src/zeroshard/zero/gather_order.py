@@ -304,6 +304,8 @@ class ByPass(Gatherer):
                 first = max((call for call in calls if call <= node), default=node)
             elif walk.kind is PassKind.FORWARD:
                 calls.append(first_node())
+        elif walk is None and number != len(self._units) - 1 and torch.is_grad_enabled():
+            self._calls[number].append(first_node())  # [Note: lone calls]
         self._in_use[number] = first
 
     def _order(self, kind: PassKind) -> GatherOrder:
