@@ -17,7 +17,11 @@ PARTS: dict[str, dict[str, Any]] = {
     "fp16": {"precision": "fp16"},
     "each": {"reduce_every": "microbatch", "microbatches": 4},
     "1f1b": {**PIPELINE, "pipeline_parallel.schedule": "1f1b"},
-    "interleaved": {**PIPELINE, "pipeline_parallel.schedule": "interleaved", "pipeline_parallel.virtual_stages": 2},
+    "interleaved": {
+        **PIPELINE,
+        "pipeline_parallel.schedule": "interleaved",
+        "pipeline_parallel.virtual_stages": 2,
+    },
     "zb-h1": {**PIPELINE, "pipeline_parallel.schedule": "zb-h1"},
     "uneven": {**PIPELINE, "pipeline_parallel.replicas": (2, 1)},
     "pipedream": {**PIPELINE, "pipeline_parallel.schedule": "pipedream"},
@@ -96,7 +100,9 @@ def page() -> str:
             if said:
                 refused.setdefault(said, []).append(f"{name} and {other}")
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    fields = {name: ", ".join(f"`{key}={value!r}`" for key, value in part.items()) for name, part in PARTS.items()}
+    fields = {
+        name: ", ".join(f"`{key}={value!r}`" for key, value in part.items()) for name, part in PARTS.items()
+    }
     lines.append(SAID.rstrip("\n"))
     lines += [f"| {name} | {text} |" for name, text in fields.items()]
     lines += ["", "## Reasons", ""]

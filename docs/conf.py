@@ -11,9 +11,12 @@ from zeroshard.version import __version__
 project = "zeroshard"
 author = "the zeroshard authors"
 release = version = __version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 exclude_patterns = ["_build"]
 html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["zeroshard.css"]
+copybutton_exclude = ".linenos, .go, .gp"  # outputs and prompts
 html_title = f"zeroshard {release}"
 html_show_sourcelink = False
 html_copy_source = False

@@ -38,7 +38,9 @@ def formula(stage: int, parameters: int, ranks: int) -> Bytes:
 
 def measured(mesh: zs.Mesh, stage: int) -> Bytes:
     """Bytes that the ledger of this rank counts after a step of a model of `LAYERS` blocks in bf16."""
-    blocks = [nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(LAYERS)]
+    blocks = [
+        nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(LAYERS)
+    ]
     plan = zs.Plan(zero=stage, precision="bf16", transport="network")
     engine = zs.Engine(nn.Sequential(*blocks), partial(torch.optim.AdamW, lr=1e-3), plan, mesh=mesh)
     engine.backward(engine(torch.randn(2, WIDTH)).float().square().mean())
@@ -65,12 +67,16 @@ def draw(counted: list[Bytes], ranks: int) -> str:
     for stage, count in enumerate(counted):
         y = 76 + 56 * stage
         lines.append(f'<text class="name" x="20" y="{y + 27}">stage {stage}</text>')
-        for row, (name, parts) in enumerate((("formula", formula(stage, parameters(), ranks)), ("counted", count))):
+        for row, (name, parts) in enumerate(
+            (("formula", formula(stage, parameters(), ranks)), ("counted", count))
+        ):
             x, top = 110.0, y + 22 * row
             for kind, nbytes in enumerate(parts):
                 shade = " formula" if name == "formula" else ""
                 width = nbytes * scale
-                lines.append(f'<rect class="k{kind}{shade}" x="{x:.1f}" y="{top}" width="{width:.1f}" height="18"/>')
+                lines.append(
+                    f'<rect class="k{kind}{shade}" x="{x:.1f}" y="{top}" width="{width:.1f}" height="18"/>'
+                )
                 x += width
             text = f"{sum(parts) / 1e6:.2f} MB, {name}"
             lines.append(f'<text class="quiet" x="{x + 8:.1f}" y="{top + 14}">{text}</text>')
@@ -81,7 +87,9 @@ def draw(counted: list[Bytes], ranks: int) -> str:
 
 
 TITLE = f"Bytes of model states on each of 4 ranks: {parameters() / 1e6:.1f} million parameters, bf16, Adam"
-DESCRIBED = "Two bars for each ZeRO stage, which agree: bytes by the formulas of the ZeRO paper, and counted in a step."
+DESCRIBED = (
+    "Two bars for each ZeRO stage, which agree: bytes by the formulas of the ZeRO paper, and counted in a step."
+)
 
 if __name__ == "__main__":
     mesh = zs.init_mesh()

@@ -257,6 +257,30 @@ def test_lines_are_short_and_name_nobodys_machine(page: Path) -> None:
         )
 
 
+def test_code_fits_a_window_of_1280_pixels() -> None:
+    """There is room for 116 characters beside the list of pages."""
+    for page in sorted((ROOT / "docs").rglob("*.md")):
+        if "_build" not in page.parts:
+            for code in (fence["code"] for fence in FENCE.finditer(page.read_text())):
+                wide = [line for line in code.splitlines() if len(line) > 114]
+                assert not wide, f"{page.name} has {wide}"
+
+
+def entries(page: Path) -> list[Path]:
+    """The pages that the tables of contents of a page name."""
+    lines = [line for code in blocks(page, "{toctree}") for line in code.splitlines()]
+    names = [line for line in lines if line and not line.startswith(":")]
+    return [page.parent / f"{name}.md" for name in names]
+
+
+def test_every_page_is_under_one_of_few_headings() -> None:
+    top = entries(ROOT / "docs" / "index.md")
+    assert len(top) <= 12
+    found = [page for first in top for page in (first, *entries(first))]
+    front = ROOT / "docs" / "index.md"
+    assert sorted(found) == [page for page in PAGES if front.parent in page.parents and page != front]
+
+
 def test_no_object_is_described_twice() -> None:
     """Sphinx, which `make docs` has stop at a warning, warns of the second description."""
     described = [name for page in PAGES for name in re.findall(r"^\.\. auto\w+:: ([\w.]+)", page.read_text(), re.M)]
