@@ -64,6 +64,51 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "stablelm": ("StableLmForCausalLM", "StableLmConfig", G),
     "persimmon": ("PersimmonForCausalLM", "PersimmonConfig", {**L, "qk_layernorm": True}),
+    "qwen3-next": (
+        *("Qwen3NextForCausalLM", "Qwen3NextConfig"),
+        {
+            **G,
+            **EXPERTS,
+            "num_hidden_layers": 1,
+            "head_dim": 8,
+            "layer_types": KINDS[1:],
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16,
+        },
+    ),
+    "laguna": (
+        *("LagunaForCausalLM", "LagunaConfig"),
+        {
+            **G,
+            **EXPERTS,
+            "head_dim": 8,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16,
+            "sliding_window": 4,
+        },
+    ),
+    "deepseek-v32": (
+        *("DeepseekV32ForCausalLM", "DeepseekV32Config"),
+        {**LATENT, "index_topk": 4, "index_n_heads": 4, "index_head_dim": 8, "head_dim": 4},
+    ),
+    "bitnet": ("BitNetForCausalLM", "BitNetConfig", G),
+    "openai-gpt": ("OpenAIGPTLMHeadModel", "OpenAIGPTConfig", {**GPTJ, "n_head": 4}),
+    "ctrl": ("CTRLLMHeadModel", "CTRLConfig", {**GPTJ, "n_head": 4, "dff": 48}),
+    "albert": (
+        *("AlbertForMaskedLM", "AlbertConfig"),
+        {**L, "embedding_size": 16, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    ),
+    "nystromformer": (
+        *("NystromformerForMaskedLM", "NystromformerConfig"),
+        {
+            **L,
+            "conv_kernel_size": 3,
+            "num_landmarks": 64,
+            "segment_means_seq_len": 64,
+            "hidden_dropout_prob": 0.0,
+            "attention_probs_dropout_prob": 0.0,
+        },
+    ),
     "cohere": ("CohereForCausalLM", "CohereConfig", {**G, "use_qk_norm": True}),
 }
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from zeroshard.tensor.find.found import Segment
 from zeroshard.tensor.find.layout import CannotSplit, DoesNotDivide, SplitLayout, last_part
 from zeroshard.tensor.find.linear import LinearFeatures, class_path, linear_features
+from zeroshard.tensor.find.projections import FUSED, QUERY, gate_choices, gated_queries, projections_of
 from zeroshard.tensor.find.trial import first_tensor
 from zeroshard.tensor.split.heads import per_head
 
@@ -32,22 +33,10 @@ FEATURES = ("all_head_size", "inner_dim", "split_size", "inner_size", "projectio
 WIDTHS = ("embed_dim", "hidden_size", "n_embd", "dim", "d_model", "width", "embed_size", "emb_dim", "n_state")
 KV_FEATURES = ("kv_dim", "kv_size", "kv_inner_dim")
 PER_HEAD = ("alibi", "position_bias", "relative_position_bias")  # arguments made elsewhere, for all heads
+NO_NUMBERS = ("dim", "size", "width", "feature", "kv", "group")  # in names with "head" that are no number of heads
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d)
+CHANNELS = ("groups", "in_channels", "out_channels")  # of a convolution of each head alone
 MP_BLOCKS = 4  # blocks of CodeGen's fused projection, each with some heads of queries, values and keys
-
-QUERY = (
-    *("q_proj", "query", "q", "wq", "q_lin", "to_q", "query_proj", "q_attn", "linear_q", "w_q", "query_projection"),
-    *("q_b_proj", "wq_b"),
-)
-KEY = ("k_proj", "key", "k", "wk", "k_lin", "to_k", "key_proj", "linear_k", "w_k", "key_projection")
-VALUE = ("v_proj", "value", "v", "wv", "v_lin", "to_v", "value_proj", "linear_v", "w_v", "value_projection")
-FUSED = (
-    *("c_attn", "query_key_value", "qkv_proj", "qkv", "Wqkv", "wqkv", "to_qkv", "in_proj", "attn_qkv", "qkv_lin"),
-    *("kv_proj", "to_kv", "key_value", "kv_b_proj", "wkv_b"),
-)
-OUTPUT = (
-    *("o_proj", "out_proj", "o", "wo", "dense", "out_lin", "to_out", "output", "c_proj", "proj", "out", "output_proj"),
-    *("linear_out", "w_o", "Wo", "attn_out", "output_projection", "attention_out"),
-)
 
 
 class Order(StrEnum):
@@ -104,7 +93,14 @@ class HeadCounts:
 
 def has_heads(module: nn.Module) -> bool:
     """Whether a module has attributes of attention heads."""
-    return any(isinstance(vars(module).get(name), int) for name in (*HEADS, *SIZES, *GROUPS))
+    return any(isinstance(vars(module).get(name), int) for name in (*HEADS, *SIZES, *GROUPS, *_unknown_heads(module)))
+
+
+def _unknown_heads(module: Any) -> list[str]:
+    """Attributes with a number of heads under a name that is in no list, such as `num_attn_heads`."""
+    known = {*KV_HEADS, *GROUPS, *SIZES}
+    names = [name for name in vars(module) if "head" in name and not any(part in name for part in NO_NUMBERS)]
+    return [name for name in names if name not in known and isinstance(vars(module)[name], int)]
 
 
 def number_of(module: Any, names: Sequence[str]) -> int | None:
@@ -136,42 +132,68 @@ def attention_layouts(
     module: Any = modules[name]
     if given is None:
         _check_arguments(module)
-    outputs = {path: _features(modules[path]).outputs for path in columns}
+    made = projections_of(columns)
+    outputs = {path: _features(modules[path]).outputs for path in made}
     counts, fused = _counts(module, outputs, _features(modules[row]).inputs)
     check_heads(name, type(module).__name__, counts, ranks)
-    heads, partial, unknown, gathers = _others(modules, name, {*columns, row}, counts, ranks)
     known = KNOWN_ORDERS.get(class_path(module))
     orders = [known(module)] if known else list(Order) if fused and counts.kv_heads > 1 else [Order.PARTS]
     arguments = () if given is None else per_head(*given, counts.heads, first_tensor(given).shape[0])
-    ways = [(order, *way) for way in _ways(modules, name, counts, ranks) for order in orders]
-    for order, sizes, narrow in ways:
-        queries = counts.heads if len(columns) == 1 else 0  # in a fused layer
-        if order is Order.BLOCKS and (counts.heads != counts.kv_heads or counts.heads % (MP_BLOCKS * ranks)):
-            continue
-        segments = {
-            path: _fused(counts, queries, order, ranks) if path == fused else (_apart(n, counts, ranks),)
-            for path, n in outputs.items()
-        }
-        segments[row] = (Segment(_features(modules[row]).inputs, ranks),)
-        if order is Order.BLOCKS:
-            segments[row] = (Segment(counts.heads * counts.size // MP_BLOCKS, ranks),) * MP_BLOCKS
-        reasons = {path: _reason(counts, n, ranks, order if path == fused else None) for path, n in outputs.items()}
-        reasons[row] = f"reads {counts.heads // ranks} of {counts.heads} heads"
-        layout = SplitLayout(
-            segments, heads, partial, unknown, sizes, reasons, counts.size, not fused or known is not None,
-            counts.heads, arguments, narrow, gathers, reuses=reuses(columns),
-        )  # fmt: skip
-        yield layout
-        if shared := _shared(modules, name, {*columns, row}, columns):
-            yield replace(layout, shared=shared)
+    planned = [path for path in columns if path not in made]
+    for gates in gate_choices(modules, name, [*made, row], counts.heads, planned):
+        layers = {*made, *gates, row}
+        heads, partial, unknown, gathers = _others(modules, name, layers, counts, ranks)
+        for sizes, narrow in _ways(modules, name, layers, counts, ranks):
+            for order in orders:
+                found = _segments(modules, outputs, row, counts, order if fused else None, fused, ranks)
+                for segments, reasons in found:
+                    more = {path: (Segment(_features(modules[path]).outputs, ranks),) for path in gates}
+                    text = f"{counts.heads // ranks} of {counts.heads} heads, of what is made for each beside"
+                    layout = SplitLayout(
+                        {**segments, **more}, heads, partial, unknown, sizes, {**reasons, **dict.fromkeys(gates, text)},
+                        counts.size, not fused or known is not None, counts.heads, arguments, narrow, gathers,
+                        reuses=reuses(made),
+                    )  # fmt: skip
+                    yield layout
+                    if shared := _shared(modules, name, layers, made):
+                        yield replace(layout, shared=shared)
+
+
+def _segments(
+    modules: Mapping[str, nn.Module],
+    outputs: Mapping[str, int],
+    row: str,
+    counts: HeadCounts,
+    order: Order | None,
+    fused: str | None,
+    ranks: int,
+) -> Iterator[tuple[dict[str, tuple[Segment, ...]], dict[str, str]]]:
+    """The segments of queries, keys, values and the row-parallel layer, with reasons; none if an order does not fit."""
+    queries = counts.heads if len(outputs) == 1 else 0  # in a fused layer
+    if order is Order.BLOCKS and (counts.heads != counts.kv_heads or counts.heads % (MP_BLOCKS * ranks)):
+        return
+    segments = {
+        path: _fused(counts, queries, order or Order.PARTS, ranks) if path == fused else (_apart(n, counts, ranks),)
+        for path, n in outputs.items()
+    }
+    segments[row] = (Segment(_features(modules[row]).inputs, ranks),)
+    if order is Order.BLOCKS:
+        segments[row] = (Segment(counts.heads * counts.size // MP_BLOCKS, ranks),) * MP_BLOCKS
+    reasons = {path: _reason(counts, n, ranks, order if path == fused else None) for path, n in outputs.items()}
+    reasons[row] = f"reads {counts.heads // ranks} of {counts.heads} heads"
+    gated = gated_queries(outputs, counts.heads * counts.size)
+    yield segments, reasons | dict.fromkeys(gated, f"{counts.heads // ranks} of {counts.heads} heads with their gates")
+    if gated:  # gates behind all queries
+        parts = {path: (Segment(counts.heads * counts.size, ranks),) * 2 for path in gated}
+        yield {**segments, **parts}, reasons
 
 
 def _ways(
-    modules: Mapping[str, nn.Module], name: str, counts: HeadCounts, ranks: int
+    modules: Mapping[str, nn.Module], name: str, layers: set[str], counts: HeadCounts, ranks: int
 ) -> Iterator[tuple[dict[str, dict[str, Any]], bool]]:
     """The attributes to set, and whether the forward reads the features of its heads off its input."""
-    first = _sizes_inside(modules, name, counts, ranks, False)
-    second = _sizes_inside(modules, name, counts, ranks, True)
+    first = _sizes_inside(modules, name, layers, counts, ranks, False)
+    second = _sizes_inside(modules, name, layers, counts, ranks, True)
     for narrow in (False, True):
         yield first, narrow
         if second != first:
@@ -243,6 +265,7 @@ def _counts(module: Any, outputs: Mapping[str, int], inputs: int) -> tuple[HeadC
         )
     if reuses(outputs) and list(outputs.values()) == [inputs]:
         return HeadCounts(heads, kv_heads or heads, size), None
+    outputs = dict(outputs) | {path: outputs[path] // 2 for path in gated_queries(outputs, inputs)}
     most = max(outputs.values())
     queries = [path for path, n in outputs.items() if n == inputs]
     fused = [path for path, n in outputs.items() if n > inputs] if len(outputs) < 3 else []
@@ -339,13 +362,22 @@ def _others(
 
 
 def _sizes_inside(
-    modules: Mapping[str, nn.Module], name: str, counts: HeadCounts, ranks: int, widths: bool
+    modules: Mapping[str, nn.Module], name: str, layers: set[str], counts: HeadCounts, ranks: int, widths: bool
 ) -> dict[str, dict[str, Any]]:
-    """The attributes to set on an attention module and its submodules, by path; the first is the module itself."""
+    """The attributes to set on an attention module and its submodules, by path; the first is the module itself.
+
+    A submodule with linear layers that stay whole has heads of its own, as the indexer of DeepSeek V3.2.
+    """
     found = {name: _sizes(modules[name], counts, ranks, widths)}
+    apart: list[str] = []
     for inner, module in modules[name].named_modules():
-        if inner and (sizes := _sizes(module, counts, ranks, widths)) and linear_features(module) is None:
-            found[f"{name}.{inner}"] = sizes
+        path = f"{name}.{inner}".strip(".")
+        if not inner or linear_features(module) is not None:
+            continue
+        linears = [f"{path}.{child}" for child, each in module.named_children() if linear_features(each) is not None]
+        apart += [f"{path}."] if linears and not {*linears} & layers else []
+        if not f"{path}.".startswith(tuple(apart)) and (sizes := _sizes(module, counts, ranks, widths)):
+            found[path] = sizes
     return found
 
 
@@ -356,8 +388,9 @@ def _sizes(module: Any, counts: HeadCounts, ranks: int, widths: bool) -> dict[st
         widths: whether an attribute of the model's width counts as the features of all heads if it equals them.
     """
     heads, kv_heads = counts.heads // ranks, counts.kv_heads_of(ranks)
+    convolved = CHANNELS if isinstance(module, CONVOLUTIONS) and module.groups == counts.heads else ()
     meanings = [
-        (HEADS, counts.heads, heads),
+        ((*HEADS, *_unknown_heads(module), *convolved), counts.heads, heads),
         (KV_HEADS, counts.kv_heads, kv_heads),
         (GROUPS, counts.heads // counts.kv_heads, heads // kv_heads),
         ((*FEATURES, *(WIDTHS if widths else ())), counts.heads * counts.size, heads * counts.size),

@@ -43,15 +43,35 @@ def feed_forward_layouts(
         raise DoesNotDivide(name, f"{name!r} has {inner} inner features", "does not divide them", fine, "it")
     reasons = dict.fromkeys((*columns, row), f"{inner // ranks} of {inner} inner features")
     holder = columns[0].rpartition(".")[0]
-    unknown = tuple(
-        path for inner, module in modules[holder].named_modules()
-        if (path := f"{holder}.{inner}".strip(".")) not in (*columns, row) and list(module.parameters(recurse=False))
-    )  # fmt: skip
+    beside, gathers, unknown = _others(modules, holder, {*columns, row}, made, inner, ranks)
     known = not fused or class_path(modules[holder]) in IN_PARTS
     for apart in (True,) if known else (True, False):
-        segments: dict[str, tuple[Segment, ...]] = {path: (Segment(inner, ranks),) for path in (*columns, row)}
-        for path, parts in fused.items():
-            segments[path] = (Segment(inner, ranks),) * parts if apart else (Segment(made[path], ranks),)
-            order = "one after the other" if apart else "next to each other"
-            reasons[path] = f"{inner // ranks} of {inner} inner features, {parts} times, {order}"
-        yield SplitLayout(segments, unknown=unknown, reasons=dict(reasons), certain=known)
+        for more in ((), tuple(beside)) if beside else ((),):
+            segments: dict[str, tuple[Segment, ...]] = {path: (Segment(inner, ranks),) for path in (*columns, row)}
+            for path in (*fused, *more):
+                parts = made.get(path, beside.get(path, inner)) // inner
+                segments[path] = (Segment(inner, ranks),) * parts if apart else (Segment(parts * inner, ranks),)
+                order = "one after the other" if apart else "next to each other"
+                times = f", {parts} times, {order}" if parts > 1 else ""
+                reasons[path] = f"{inner // ranks} of {inner} inner features{times}"
+            yield SplitLayout(segments, unknown=unknown, reasons=dict(reasons), certain=known, gathers=gathers)
+
+
+def _others(
+    modules: Mapping[str, nn.Module], holder: str, layers: set[str], made: Mapping[str, int], inner: int, ranks: int
+) -> tuple[dict[str, int], dict[str, tuple[Segment, ...]], tuple[str, ...]]:
+    """Other modules with parameters: linear layers that make the same features, norms over all, and unknown ones."""
+    beside: dict[str, int] = {}
+    gathers: dict[str, tuple[Segment, ...]] = {}
+    unknown: list[str] = []
+    for name, module in modules[holder].named_modules():
+        path, own = f"{holder}.{name}".strip("."), list(module.parameters(recurse=False))
+        if path in layers or not own:
+            continue
+        found = linear_features(module)
+        if name and found is not None and found.outputs in made.values():
+            beside[path] = found.outputs
+        elif name and all(tuple(parameter.shape) == (inner,) for parameter in own):
+            gathers[path] = (Segment(inner, ranks),)
+        unknown += [] if path in gathers else [path]
+    return beside, gathers, tuple(unknown)

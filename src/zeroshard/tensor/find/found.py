@@ -107,7 +107,7 @@ class HeadArgument:
 
     Attributes:
         key: keyword, or position.
-        dimension: 1 for [B, H, ...], 0 for [H, ...] and [B·H, ...].
+        dimension: 1 for [B, H, Q, K], 2 for [B, N, H, Q, K], 0 for [H, ...] and [B·H, ...].
         rows: whether dimension 0 is B·H.
     """
 
@@ -117,9 +117,9 @@ class HeadArgument:
 
     def heads_of(self, shape: Sequence[int], rows: int) -> int:
         """The number of heads in a tensor of this shape, for a batch of `rows`; 0 for another number of dimensions."""
-        if len(shape) != (4 if self.dimension else 3):
+        if len(shape) != 3 + self.dimension:
             return 0
-        return shape[1] if self.dimension else shape[0] // (rows if self.rows else 1)
+        return shape[self.dimension] if self.dimension else shape[0] // (rows if self.rows else 1)
 
 
 @dataclass(frozen=True, slots=True)

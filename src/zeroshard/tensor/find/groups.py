@@ -11,7 +11,7 @@ from itertools import takewhile
 from torch import nn
 
 from zeroshard.errors import PlanError
-from zeroshard.tensor.find import attention, feed_forward
+from zeroshard.tensor.find import attention, feed_forward, projections
 from zeroshard.tensor.find.found import Style
 from zeroshard.tensor.find.layer_plans import PlannedLayer
 from zeroshard.tensor.find.layout import last_part
@@ -115,9 +115,9 @@ def own_groups(modules: Mapping[str, nn.Module], free: Callable[[str], bool]) ->
     """
     for name, module in modules.items():
         if type(module).forward is nn.Sequential.forward:
-            found = list(_in_sequence(module, name))
+            found = [*_in_sequence(module, name)]
         else:
-            found = list(_attention(modules, name) or _feed_forward(modules, name))
+            found = _attention(modules, name) or _attention_by_shapes(module, name) or _feed_forward(modules, name)
         for columns, row, certain in found:
             if all(map(free, (*columns, row))):
                 said = dict.fromkeys((*columns, row), "found by its structure")
@@ -135,7 +135,7 @@ def _attention(modules: Mapping[str, nn.Module], name: str) -> list[tuple[list[s
     linears = _linears(modules[name])
     query, key, value, fused, output = (
         next((n for n in names if n in linears), None)
-        for names in (attention.QUERY, attention.KEY, attention.VALUE, attention.FUSED, attention.OUTPUT)
+        for names in (projections.QUERY, projections.KEY, projections.VALUE, projections.FUSED, projections.OUTPUT)
     )
     apart = bool(query and key and value)
     alone = bool(query and output and attention.has_heads(modules[name])) and not (key or value)
@@ -146,10 +146,23 @@ def _attention(modules: Mapping[str, nn.Module], name: str) -> list[tuple[list[s
     return [([f"{name}.{n}".strip(".") for n in columns], rows[0].strip("."), False)] if rows else []
 
 
+def _attention_by_shapes(module: nn.Module, name: str) -> list[tuple[list[str], str, bool]]:
+    """Four linear layers of a module with heads, or a fused one and one that reads its queries' features."""
+    linears = _linears(module)
+    *first, last = linears or [""]
+    read = linear_features(module.get_submodule(last)) if last else None
+    if read is None or not attention.has_heads(module) or {*linears} & {*feed_forward.UP}:
+        return []
+    made = [linears[n] for n in first]
+    if not (len(made) == 3 and read.inputs in made) and made != [3 * read.inputs]:
+        return []
+    return [([f"{name}.{n}".strip(".") for n in first], f"{name}.{last}".strip("."), False)]
+
+
 def _inside(modules: Mapping[str, nn.Module], name: str) -> Iterator[str]:
     """The linear layer of an output projection that is a sequence of modules."""
     for child, module in modules[name].named_children():
-        if child in attention.OUTPUT and isinstance(module, nn.Sequential):
+        if child in projections.OUTPUT and isinstance(module, nn.Sequential):
             yield from (f"{name}.{child}.{n}" for n in _linears(module))
 
 
@@ -159,7 +172,7 @@ def _beside(modules: Mapping[str, nn.Module], name: str, features: int) -> Itera
     for child, module in modules[parent].named_children() if own else ():
         for n in _linears(module) if child != own else ():
             found = linear_features(module.get_submodule(n))
-            if n in attention.OUTPUT and found is not None and found.inputs == features:
+            if n in projections.OUTPUT and found is not None and found.inputs == features:
                 yield f"{parent}.{child}.{n}"
 
 
@@ -177,12 +190,24 @@ def _feed_forward(modules: Mapping[str, nn.Module], name: str) -> list[tuple[lis
         first, second = (list(_linears(each)) for each in inner)
         if len(first) == len(second) == 1:
             return [([f"{name}.{one}.{first[0]}".strip(".")], f"{name}.{other}.{second[0]}".strip("."), False)]
+    if not ups and len(downs) == len(linears) == 1:
+        return _up_in_child(module, name, downs[0])
     if not ups or len(downs) != 1 or (attention.has_heads(module) and len(linears) > len(ups) + 1):
         return []
     last = linear_features(module.get_submodule(downs[0]))
     if last is None or any(linears[n] % last.inputs for n in ups):
         return []
     return [([f"{name}.{n}".strip(".") for n in ups], f"{name}.{downs[0]}".strip("."), False)]
+
+
+def _up_in_child(module: nn.Module, name: str, down: str) -> list[tuple[list[str], str, bool]]:
+    """Up projections in a module beside the down projection (CPM-Ant)."""
+    last = linear_features(module.get_submodule(down))
+    for child, each in module.named_children():
+        ups = _linears(each)
+        if last is not None and ups and len(list(each.modules())) <= len(ups) + 3 and {*ups.values()} == {last.inputs}:
+            return [([f"{name}.{child}.{n}".strip(".") for n in ups], f"{name}.{down}".strip("."), False)]
+    return []
 
 
 def _in_sequence(module: nn.Module, name: str) -> Iterator[tuple[list[str], str, bool]]:
@@ -201,8 +226,8 @@ def _in_sequence(module: nn.Module, name: str) -> Iterator[tuple[list[str], str,
 
 def is_attention(module: nn.Module, columns: Sequence[str]) -> bool:
     """Whether layers of a module make queries, keys and values."""
-    names = {*attention.QUERY, *attention.KEY, *attention.VALUE, *attention.FUSED}
     parts = [last_part(path) for path in columns]
-    return all(part in names for part in parts) or (
-        attention.has_heads(module) and not any(part in feed_forward.UP for part in parts)
-    )
+    if all(part in projections.PROJECTIONS for part in parts):
+        return True
+    made = any(part in projections.QUERY for part in parts) or not any(part in feed_forward.UP for part in parts)
+    return attention.has_heads(module) and made

@@ -5,7 +5,7 @@ Layers come in groups: column-parallel layers and the row-parallel layer that re
 A group is split only if a trial of its forward agrees ([Note: Trials]); uncertain layers stay whole, with a reason.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -97,6 +97,7 @@ class _Search:
         self._indivisible: list[DoesNotDivide] = []
         self._verdicts: dict[Any, TrialVerdict] = {}
         self._holders: dict[nn.Parameter, str] = {}  # of parameters that are split
+        self._fixed: set[str] = set()  # paths that the user names
 
     def found(self) -> FoundLayers:
         """The split of the whole model."""
@@ -104,7 +105,7 @@ class _Search:
         plan = model_layers(self._model)
         known = known_vocabulary(self._modules)
         known += [path for path in self._calls.vocabulary(self._modules) if path not in known]
-        vocabulary, reasons = find_vocabulary(self._modules, known, self._ranks, plan | user)
+        vocabulary, reasons = find_vocabulary(self._modules, known, self._ranks, plan | user, self._calls.elsewhere)
         self._reasons |= dict(self._known_whole())
         outputs = {path for path in known if not isinstance(self._modules[path], nn.Embedding)}
         for group in self._groups(user, plan, outputs):
@@ -148,6 +149,7 @@ class _Search:
     ) -> Iterator[Group]:
         """The groups to try: the user's, then the model's plan, then the structure."""
         order = list(self._modules)
+        self._fixed = {*user}
         self._reasons |= {p: each.said for p, each in user.items() if each.style is Style.WHOLE}
         groups, _ = planned_groups(order, _without(user, outputs), Source.USER)
         yield from groups
@@ -189,12 +191,15 @@ class _Search:
                 if reason := why_no_linear(self._modules[path]):
                     raise CannotSplit(reason)
             for layout in layouts:
+                more = layout.segments.keys() - {*group.columns, group.row}
+                if more and (group.source is Source.USER or more & (self._fixed | self._layers.keys())):
+                    continue
                 verdict = self._try(group, layout)
                 if verdict.agrees:
                     self._accept(group, layout, verdict.partial, "")
                     return
                 if not verdict.ran and not layout.adapted and self._trusts(group, layout):
-                    self._accept(group, layout, layout.partial, f"; not tried: {verdict.reason}")
+                    self._accept(group, layout, (*layout.partial, *layout.gathers), f"; not tried: {verdict.reason}")
                     return
                 reason = reason or verdict.reason
                 if not verdict.ran:
@@ -226,7 +231,7 @@ class _Search:
         if group.certain:
             return TrialVerdict(True, True)
         if layout.reuses:  # a trial of the whole model shows more
-            return TrialVerdict(True, True, partial=layout.partial)
+            return TrialVerdict(True, True, partial=(*layout.partial, *layout.gathers))
         around = group.around
         module = self._modules[around]
 
@@ -235,7 +240,7 @@ class _Search:
 
         trial = Trial(
             module,
-            {inner(path): layout.segments[path] for path in group.columns},
+            {inner(path): segments for path, segments in layout.segments.items() if path != group.row},
             {inner(path): segments for path, segments in layout.heads.items()},
             inner(group.row),
             layout.segments[group.row],
@@ -243,9 +248,9 @@ class _Search:
             layout.head_size,
             self._calls.of(around),
             _attention_of(group.holder, inner(group.holder), layout) if layout.number else None,
-            [replace(layer, name=inner(layer.name)) for layer in _beside(layout, ())],
+            [replace(layer, name=inner(layer.name)) for layer in _beside(layout, layout.gathers)],
         )
-        adapted = (layout.arguments, layout.narrow, tuple(layout.shared.items()))
+        adapted = (layout.arguments, layout.narrow, tuple(layout.shared.items()), tuple(layout.gathers))
         key = (likeness(module), tuple(trial.columns.items()), trial.row, str(trial.sizes), adapted)
         if key not in self._verdicts:
             self._verdicts[key] = trial.run(self._ranks)
@@ -253,10 +258,11 @@ class _Search:
         return replace(verdict, partial=tuple(f"{around}.{path}".strip(".") for path in verdict.partial))
 
     def _accept(self, group: Group, layout: SplitLayout, partial: tuple[str, ...], note: str) -> None:
-        for path in (*group.columns, group.row):
-            style, columns = (Style.ROW, group.columns) if path == group.row else (Style.COLUMN, ())
-            reason = f"{layout.reasons[path]}; {group.said[path]}{note}"
-            segments, size = layout.segments[path], layout.head_size
+        others = tuple(path for path in layout.segments if path != group.row)
+        for path, segments in layout.segments.items():
+            style, columns = (Style.ROW, others) if path == group.row else (Style.COLUMN, ())
+            reason = f"{layout.reasons[path]}; {group.said.get(path, 'found by its shape')}{note}"
+            size = layout.head_size
             self._layers[path] = FoundLayer(path, style, segments, reason, columns=columns, head_size=size)
         for path, segments in layout.heads.items():
             what = "column" if head_dimension(self._modules[path]) else "row"
@@ -314,14 +320,14 @@ def _attention_of(path: str, name: str, layout: SplitLayout) -> AttentionSizes:
     return AttentionSizes(name, layout.sizes[path], layout.number, arguments, narrow, layout.reuses)
 
 
-def _beside(layout: SplitLayout, partial: Sequence[str]) -> Iterator[FoundLayer]:
+def _beside(layout: SplitLayout, partial: Collection[str]) -> Iterator[FoundLayer]:
     """Whole layers that need more than sizes.
 
     Args:
-        partial: the norms to include, by path; all if empty.
+        partial: modules between the split layers, by path.
     """
     for path, segments in layout.gathers.items():
-        if path in partial or not partial:
+        if path in partial:
             reason = "a norm over the features of all heads, which are gathered before it"
             yield FoundLayer(path, Style.WHOLE, segments, reason, partial=True, gathers=True)
     for path, features in layout.shared.items():

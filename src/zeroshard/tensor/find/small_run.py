@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from zeroshard.tensor.find.linear import linear_features
 from zeroshard.tensor.find.trial import BATCH, TrialWeights, apart, copy_of, first_tensor, taken
@@ -31,8 +31,24 @@ class CannotRun(Exception):
     """The small model fails; the message is the reason."""
 
 
+class _Watched(Tensor):
+    """A weight that notes on its stand-in that an operation read it; its shape and type may be read."""
+
+    stand: Any = None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """The operation on plain tensors."""
+        if func.__name__ not in ("__get__", "size", "dim", "numel", "type", "is_floating_point"):
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, _Watched):
+                    vars(leaf.stand)["elsewhere"] = True
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
 class _Recording(nn.Module):
-    """A stand-in with a weight of the model's shape, without memory; `elsewhere` is whether the weight was read."""
+    """A stand-in with a weight of the model's shape, without memory; `elsewhere`: whether an operation read it."""
 
     weight: Tensor
 
@@ -41,9 +57,11 @@ class _Recording(nn.Module):
         self.elsewhere = False
 
     def __getattr__(self, name: str) -> Any:
-        if name == "weight":
-            vars(self)["elsewhere"] = True
-        return super().__getattr__(name)
+        value = super().__getattr__(name)
+        if name == "weight" and isinstance(value, Tensor):
+            value = value.detach().as_subclass(_Watched)
+            vars(value)["stand"] = self
+        return value
 
 
 class NarrowLinear(_Recording):
@@ -227,6 +245,7 @@ class Calls:
         self.elsewhere: set[str] = set()
         self._calls: dict[str, tuple[Any, Any]] = {}
         self._made: dict[str, Tensor] = {}
+        self._left: dict[str, Tensor] = {}  # first tensors of the outputs of blocks
         widths = [found.inputs for found in map(linear_features, model.modules()) if found is not None]
         deepest = max((len(each) for each in model.modules() if isinstance(each, nn.ModuleList)), default=0)
         with apart():
@@ -243,6 +262,8 @@ class Calls:
                 module.register_forward_hook(lambda m, a, y, path=path: self._made.update({path: y}))
             elif path:
                 module.register_forward_pre_hook(lambda m, a, k, path=path: self._note(path, m, a, k), with_kwargs=True)
+                if path.rpartition(".")[2].isdigit():
+                    module.register_forward_hook(lambda m, a, y, path=path: self._leave(path, y))
         output = small.run(width, self._begin)
         self.problem = ""
         ends = {id(leaf) for leaf in tensors(output)}
@@ -253,6 +274,7 @@ class Calls:
     def _begin(self) -> None:
         self._calls.clear()
         self._made.clear()
+        self._left.clear()
         self.embeddings.clear()
 
     def _note(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -265,6 +287,18 @@ class Calls:
             if len(set(values)) > TOKENS:  # and not positions
                 self.embeddings.append(path)
         self._calls.setdefault(path, taken(args, kwargs))
+
+    def _leave(self, path: str, output: Any) -> None:
+        left = next(iter(tensors(output)), None)
+        if left is not None:
+            self._left.setdefault(path, left.detach().clone())
+
+    def changes_between(self, before: str, after: str) -> bool:
+        """Whether the activation that a block gets is not the one that the block before returned; False if unknown."""
+        left, call = self._left.get(before), self._calls.get(after)
+        got = None if call is None else next((x for x in tree_leaves(call) if isinstance(x, Tensor)), None)
+        with apart():
+            return left is not None and got is not None and not (left.shape == got.shape and torch.equal(left, got))
 
     def vocabulary(self, modules: Mapping[str, nn.Module]) -> list[str]:
         """Embeddings of tokens and the output layer of the same vocabulary, if no other code reads their weights."""

@@ -10,10 +10,12 @@ positions must permute the output.
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from zeroshard.errors import ModelError
 from zeroshard.tensor.find.found import AttentionSizes, FoundLayer, Style
@@ -75,14 +77,39 @@ def why_whole_sequences(
         return "no attention in it is split, so that its input need not be [B, T, D]"
     seen: dict[Any, str] = {}
     children = [f"{path}.{name}".strip(".") for name, _ in modules[path].named_children()]
-    for block in children[children.index(blocks[0]) : children.index(blocks[-1]) + 1]:
+    through = children[children.index(blocks[0]) : children.index(blocks[-1]) + 1]
+    for before, after in pairwise(through):
+        if calls.changes_between(before, after):
+            return f"the model changes activations between {before} and {after}"
+    for block in through:
         of_block = (found.get(f"{block}.{inner}".strip(".")) for inner, _ in modules[block].named_modules())
         styles = [layer.style for layer in of_block if layer is not None]
         key = (tuple((path, type(module)) for path, module in modules[block].named_modules()), tuple(styles))
         if key not in seen:
-            seen[key] = _why(modules, block, found, names, calls.of(block))
+            inside = [calls.of(name) for name in names if name.startswith(f"{block}.")]
+            seen[key] = _why_several(calls.of(block), inside) or _why(modules, block, found, names, calls.of(block))
         if seen[key]:
             return f"{block}: {seen[key]}"
+    return ""
+
+
+def _why_several(given: Call | None, inside: Sequence[Call | None]) -> str:
+    """Why attention modules that get several activations of their block cannot be opened; "" if each gets one.
+
+    Args:
+        given: arguments of the block's call.
+        inside: arguments of the calls of its attention modules.
+    """
+    if given is None:
+        return ""
+    outside = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)][1:]
+    with apart():
+        for args, kwargs in filter(None, inside):
+            floats = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point()]
+            for x in floats[1:]:
+                from_outside = any(x.shape == each.shape and torch.equal(x, each) for each in outside)
+                if x.dim() == 3 and len(x) == len(floats[0]) and not from_outside:
+                    return "its attention gets several activations, of which one would be whole"
     return ""
 
 

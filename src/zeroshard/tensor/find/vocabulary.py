@@ -1,6 +1,6 @@
 """The vocabulary of a language model: its embedding and its output layer, with all layers tied to them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -14,12 +14,17 @@ WHOLE_WEIGHT = ("max_norm", "scale_grad_by_freq", "sparse")  # options of an emb
 
 
 def find_vocabulary(
-    modules: Mapping[str, nn.Module], known: Sequence[str], ranks: int, planned: Mapping[str, PlannedLayer]
+    modules: Mapping[str, nn.Module],
+    known: Sequence[str],
+    ranks: int,
+    planned: Mapping[str, PlannedLayer],
+    elsewhere: Collection[str] = (),
 ) -> tuple[dict[str, FoundLayer], dict[str, str]]:
     """Embeddings and output layers to split by the vocabulary, and reasons of the others, by path.
 
     Args:
         known: as from `known_vocabulary`; layers that a plan names are added, and all that share a weight.
+        elsewhere: layers whose weight is read outside of their forward.
     """
     named = [path for path, each in planned.items() if each.style in (Style.EMBEDDING, Style.OUTPUT)]
     holders: dict[nn.Parameter, list[str]] = {}
@@ -31,6 +36,7 @@ def find_vocabulary(
     for weight in dict.fromkeys(modules[path].get_parameter("weight") for path in dict.fromkeys((*known, *named))):
         paths = holders[weight]
         why = next(filter(None, (_why_whole(path, modules[path], planned, ranks) for path in paths)), "")
+        why = why or next((f"other code reads the weight of {path}" for path in paths if path in elsewhere), "")
         for path in paths:
             if why:
                 reasons[path] = why if len(paths) == 1 else f"shares its weight with {_others(path, paths)}; {why}"

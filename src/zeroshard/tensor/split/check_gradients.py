@@ -44,7 +44,7 @@ class GradientCheck:
         self._hook = block.register_forward_hook(Hook(self._check), with_kwargs=True)
 
     def _check(self, block: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        first = output[0] if isinstance(output, tuple) and output else output
+        first = output[0] if isinstance(output, (tuple, list)) and output else output
         if not isinstance(first, torch.Tensor):
             first = next(iter(tensors_in(output)), None)  # what else it returns may lie among the ranks as it likes
         ends = [] if first is None or first.grad_fn is None else [first.grad_fn]

@@ -102,7 +102,7 @@ def head_dimension(module: nn.Module) -> int:
 
 
 def per_head(args: Sequence[Any], kwargs: Mapping[str, Any], heads: int, rows: int) -> tuple[HeadArgument, ...]:
-    """The arguments of a call with a part for each head: [H, ...], [B·H, ...] or [B, H, ...].
+    """The arguments of a call with a part for each head: [H, ...], [B·H, ...], [B, H, ...] or [B, N, H, ...].
 
     Args:
         rows: B, of the call.
@@ -112,8 +112,8 @@ def per_head(args: Sequence[Any], kwargs: Mapping[str, Any], heads: int, rows: i
     for key, value in named:
         if not isinstance(value, Tensor) or not value.is_floating_point() or heads < 2:
             continue
-        if value.dim() == 4 and value.shape[1] == heads:
-            found.append(HeadArgument(key, 1))
+        if value.dim() in (4, 5) and value.shape[value.dim() - 3] == heads:
+            found.append(HeadArgument(key, value.dim() - 3))
         elif value.dim() == 3 and value.shape[0] in (heads, rows * heads) and value.shape[0] != rows:
             found.append(HeadArgument(key, 0, rows=value.shape[0] != heads))
     return tuple(found)
@@ -122,8 +122,8 @@ def per_head(args: Sequence[Any], kwargs: Mapping[str, Any], heads: int, rows: i
 def own_heads(value: Tensor, argument: HeadArgument, heads: int, ranks: int, rank: int) -> Tensor:
     """The part of an argument that belongs to a rank's heads."""
     own = heads // ranks
-    if argument.dimension == 1:
-        return value.narrow(1, rank * own, own)
+    if argument.dimension:
+        return value.narrow(argument.dimension, rank * own, own)
     each = value.reshape(-1, heads, *value.shape[1:]).narrow(1, rank * own, own)
     return each.flatten(0, 1)
 

@@ -112,7 +112,7 @@ class PlannedMessages:
 
     def _leave(self, name: str, pairs: list[Pair], module: nn.Module, args: Any, output: Any) -> None:
         positions, sequence = self._entered
-        x = output[0] if isinstance(output, tuple) else output
+        x = output[0] if isinstance(output, (tuple, list)) else output
         if not positions or not self._ranks.sums_rows:
             return
         for pair in pairs:

@@ -94,7 +94,7 @@ class SequenceBlocks:
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         positions = self._zones.positions
-        activation = output[0] if isinstance(output, tuple) and output else output
+        activation = output[0] if isinstance(output, (tuple, list)) and output else output
         listen(activation, lambda gradient: self._zones.recall(positions))
         if module is not self._last:
             self._zones.leave_block()
@@ -103,11 +103,12 @@ class SequenceBlocks:
         self._zones.reset()
         if isinstance(output, Tensor):
             return JoinRows.apply(output, self._ranks, SEQUENCE, positions, label)  # type: ignore[no-untyped-call]
-        if isinstance(output, tuple) and output and isinstance(output[0], Tensor):
-            return (JoinRows.apply(output[0], self._ranks, SEQUENCE, positions, label), *output[1:])  # type: ignore[no-untyped-call]
+        if isinstance(output, (tuple, list)) and output and isinstance(output[0], Tensor):
+            joined = JoinRows.apply(output[0], self._ranks, SEQUENCE, positions, label)  # type: ignore[no-untyped-call]
+            return type(output)([joined, *output[1:]]) if type(output) in (tuple, list) else (joined, *output[1:])
         raise ModelError(
             f"{self._names[module]!r} returns a {type(output).__name__}, and sequence parallelism needs a tensor, or a "
-            f"tuple that begins with one. Set TensorParallel(..., sequence=False)."
+            f"tuple or list that begins with one. Set TensorParallel(..., sequence=False)."
         )
 
 

@@ -250,6 +250,7 @@ class _Forwards:
         for attention in self._found.attentions:
             around = [holder for holder in groups if f"{attention.name}.".startswith(f"{holder}.")]
             self.opened += [max(around, key=len)] if around else []
+        self.opened = list(dict.fromkeys(self.opened))  # several modules of one attention have sizes
         for holder, layers in groups.items():
             self._enter(holder, layers, holder in self.opened)
         for layer in self._found.layers:
