@@ -148,6 +148,9 @@ class Plan:
     """NaN or infinite gradients without loss scaling raise an error, skip the update, or are ignored."""
     units: tuple[str, ...] | None = None
     """Classes or paths of the modules that are units; by default the repeated blocks, () for one unit in all."""
+    ignored: tuple[str, ...] = ()
+    """Parameters that stay whole and the user's own on each rank, as FSDP2's `ignored_params`: their names, paths or
+    classes of modules, or patterns (`blocks.*.gate`). No gradient of theirs is reduced, and no update changes them."""
     seed: int = 0
     """Seed of the initial weights of a model on the meta device, and of exact random numbers."""
     rng: Literal["fast", "exact"] = "fast"
@@ -201,12 +204,26 @@ class Plan:
                 "precision='fp16' with loss_scale='off' loses small gradients silently. Use loss_scale='dynamic', "
                 "precision='bf16', or nonfinite='skip' to say that you mean it."
             )
+        if self.ignored:
+            yield from self._ignored_refusals()
         if self.zero == 0 and self.shard_group is not None:
             yield "shard_group is for slices, and zero=0 has none. Set zero to 1, 2 or 3, or leave it out."
         if self.microbatches == 1 and not self.pipelined and self.reduce_every == "step" and self.zero >= 2:
             yield (
                 f"reduce_every='step' with microbatches=1 has no effect at zero={self.zero}; set microbatches to 2 or "
                 f"more, or leave reduce_every='auto'."
+            )
+
+    def _ignored_refusals(self) -> Iterator[str]:
+        others = {
+            f"pipeline_parallel={self.pipeline.stages}": self.pipelined,
+            f"tensor_parallel={self.tensor.ranks}": self.tensor.splits,
+            f"expert_parallel={self.experts.ranks}": self.experts.divides,
+        }
+        for setting in (setting for setting, found in others.items() if found):
+            yield (
+                f"ignored={self.ignored!r} and {setting} do not combine: an ignored parameter is whole on every rank, "
+                f"and there no rank has the whole model. Freeze these parameters instead: requires_grad_(False)."
             )
 
     def _overlap_refusals(self) -> Iterator[str]:
@@ -423,7 +440,7 @@ class Plan:
         check_flag("strict", self.strict)
         for name, allowed in CHOICES.items():
             check_choice(name, getattr(self, name), allowed)
-        for name in ("units", "fp32_modules"):
+        for name in ("units", "fp32_modules", "ignored"):
             value = getattr(self, name)
             if value is not None or name != "units":
                 object.__setattr__(self, name, names_of(name, value))

@@ -16,6 +16,7 @@ from zeroshard.parts.place import Axis, Piece, Split
 from zeroshard.parts.weights import Gatherer
 from zeroshard.units.adapters import magnitudes_of, row_norms
 from zeroshard.units.flat import digest_of
+from zeroshard.units.ignored import is_ignored
 
 
 class Editing:
@@ -207,7 +208,8 @@ def state_dict_by_unit(model: nn.Module, parts: Parts, gatherer: Gatherer, whole
     for key, value in found.items():
         if isinstance(value, torch.Tensor):
             keys.setdefault(id(value), []).append(key)
-            found[key] = value if isinstance(value, nn.Parameter) else value.detach().cpu().clone()
+            held = isinstance(value, nn.Parameter) and not is_ignored(value)
+            found[key] = value if held else value.detach().cpu().clone()
     for number, of_unit in enumerate(parts.of_units):
         with gatherer.visit(number):
             for parameter in (parameter for part in of_unit for parameter in part.flat.parameters):

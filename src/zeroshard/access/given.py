@@ -17,6 +17,7 @@ from zeroshard.comm.collectives import Comm
 from zeroshard.errors import CheckpointError
 from zeroshard.text import format_names
 from zeroshard.units.flat import digest_of
+from zeroshard.units.ignored import kept_by_rank
 
 Shape = tuple[int, ...]
 EXTRA = "_extra_state"  # key of the result of `get_extra_state` in a module's state dict
@@ -244,10 +245,10 @@ def _holds_integers(parameter: nn.Parameter) -> bool:
 
 
 def _buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The buffers that a state dict holds, by the first name of each."""
+    """The buffers and ignored parameters that a state dict holds, by the first name of each."""
     for path, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
+        for name, buffer in kept_by_rank(module):
+            if buffer is not None:
                 yield f"{path}.{name}" if path else name, buffer
 
 

@@ -31,6 +31,7 @@ from zeroshard.units import (
     values_of,
     written_while_absent,
 )
+from zeroshard.units.ignored import is_ignored
 
 GATHERED = "Change parameters inside `with engine.gathered():`, on every rank alike or with gathered(writer=0)."
 
@@ -72,7 +73,8 @@ class Writes:
             frozen: names of parameters that were frozen, in the whole model; others may be in no optimizer group.
         """
         here = {entry.name for part in self._parts.all if not part.flat.trainable for entry in part.flat.index.entries}
-        self._frozen = [(name, p) for name, p in self._model.named_parameters() if name in frozen or name in here]
+        every = [(name, p) for name, p in self._model.named_parameters() if not is_ignored(p)]
+        self._frozen = [(name, p) for name, p in every if name in frozen or name in here]
         for part in self._parts.all:
             if part.versions.single:
                 part.flat.watch(self._kinds, part.weights.residence is not Residence.SLICED)
@@ -234,7 +236,7 @@ class Writes:
     def _refuse_new_parameters(self) -> None:
         """Refuse trainable parameters that were added to the model after the engine was made."""
         for name, parameter in self._model.named_parameters():
-            if parameter.requires_grad and id(parameter) not in self._places:
+            if parameter.requires_grad and id(parameter) not in self._places and not is_ignored(parameter):
                 raise PlanError(
                     f"'{name}' came into the model after the engine was made, so it is never trained. Change the model "
                     f"first and make the engine then; engine.load_weights and engine.save carry the weights over."

@@ -1,7 +1,7 @@
 """The facts of a checkpoint besides its tensors: their form in JSON, and the type and range of each."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from zeroshard.checkpoint import DTYPES
 from zeroshard.checkpoint.manifest import MOST
 from zeroshard.errors import CheckpointError, DamagedError
+from zeroshard.text import format_names
 
 SHOWN = 60  # characters of a value in a message
 NOT_FINITE = ("nan", "inf", "-inf")
@@ -143,6 +144,21 @@ def check_facts(path: Path, facts: dict[str, Any]) -> None:
         )
 
 
+def check_ignored(path: Path, saved: Sequence[str], live: Collection[str]) -> None:
+    """Refuse a checkpoint of a run that ignored other parameters: it has optimizer states of others.
+
+    Raises:
+        CheckpointError: with the names.
+    """
+    differing = sorted(set(saved) ^ set(live))
+    if differing:
+        raise CheckpointError(
+            f"{path} was written where the plan ignored {format_names(sorted(saved)) or 'no parameter'}, and here it "
+            f"ignores {format_names(sorted(live)) or 'none'}. Ignore the same parameters to go on, or take the weights "
+            f"alone with engine.load_weights."
+        )
+
+
 def _fits_ranks(cut: list[Any], ranks: int) -> bool:
     stages, _, counts = cut
     return cut == [1, 1, None] if stages == 1 else counts is not None and sum(counts) == ranks
@@ -258,6 +274,7 @@ FACTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "base": (_base, "null, or a source and by name a shape, a dtype and a digest"),
     "optimizer": (_optimizer, "a class, a list of groups and a table of scalars"),
     "buffers": (_buffers, "a table of shapes and a list of names"),
+    "ignored": (_names, "a list of names"),
     "quantised": (_quantised, "by weight null, or a type, a blocksize, double, a shape, a dtype and a layout"),
     "tied": (lambda v: isinstance(v, dict) and _names(list(v.values())), "a table of names"),
     "config": (lambda v: v is None or isinstance(v, dict), "null or a table"),
@@ -267,6 +284,6 @@ FACTS: dict[str, tuple[Callable[[Any], bool], str]] = {
 CHECKED_BEFORE = ("step", "ranks", "extra")
 OPTIONAL = (
     *("zeroshard", "torch", "plan", "loss_count", "last_update", "axes", "base", "buffers", "tied"),
-    "quantised",
+    *("ignored", "quantised"),
     *("config", "generation", "origin"),
 )

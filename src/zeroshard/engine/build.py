@@ -1,7 +1,7 @@
 """A plan, a model and an optimizer become parts: the one place where fields of the plan choose techniques."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -43,7 +43,6 @@ from zeroshard.zero.reduce import AllReduce, BufferSum, DeviceSum, Direct, OwnSl
 from zeroshard.zero.weights import Arrivals, Arriving, Keeper, Mapped, OnDevice, Sliced, share_memory, shared_bytes
 
 Kinds = dict[tuple[torch.dtype, bool, PlaceKind], dict[str, nn.Parameter]]
-OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 @dataclass(slots=True)

@@ -30,7 +30,7 @@ from zeroshard.checkpoint.file_names import Names
 from zeroshard.checkpoint.writer import Savings
 from zeroshard.comm.collectives import Comm
 from zeroshard.comm.mesh import Mesh, keep_freed_memory, shared_mesh
-from zeroshard.engine.build import Builder, OptimizerLike, StepReadings
+from zeroshard.engine.build import Builder, StepReadings
 from zeroshard.engine.forward import Forward
 from zeroshard.engine.state import State
 from zeroshard.engine.techniques import cut_of, decision_of, recomputing_of, step_ends_of, techniques_of
@@ -74,6 +74,7 @@ from zeroshard.traffic import BETWEEN_TIERS, Count, Purpose, merged
 from zeroshard.units.compiling import compile_blocks
 from zeroshard.units.forwards import layers_of
 from zeroshard.units.hooks import Hook
+from zeroshard.units.ignored import OptimizerLike, made_for, mark_ignored, place_ignored
 from zeroshard.units.materialise import Initialiser
 from zeroshard.validation.arguments import (
     check_arguments,
@@ -140,12 +141,12 @@ class Engine(GradientAccess, JoinAccess, MethodAccess):
         quantized = take_apart(model, optimizer if isinstance(optimizer, torch.optim.Optimizer) else None)
         check_model(model)
         self.model, self.plan = model, plan or Plan()
+        mark_ignored(model, self.plan.ignored)
         check_computing(quantized, model, Precision.named(self.plan.precision).compute)
         self.mesh = mesh or shared_mesh(self.plan.timeout)
         self.ledger = self._limited_ledger()
         self._loss = loss or partial(loss_of, model)
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            optimizer = optimizer(list(model.parameters()))  # of all stages; a list may be walked more than once
+        optimizer = made_for(model, optimizer)
         check_alike(Comm(self.mesh), model, optimizer, self.plan)
         frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
         set_loss_chunk(model, self.plan.loss_chunk)
@@ -195,6 +196,7 @@ class Engine(GradientAccess, JoinAccess, MethodAccess):
     def _equip(self, losses: StepLosses, techniques: Sequence[Technique]) -> None:
         """Make the objects along a step: backward, forward, recomputation, decision, sequence and order."""
         plan, stage, axes, parts = self.plan, self._stage, self._axes, self._assembly.parts
+        place_ignored(self.model, self.mesh.device, self.ledger)
         backward = ListedBackward if plan.pipelined else Backward
         self._backward = backward(parts, self._gatherer, self._late, self.comm, losses, plan.scales_loss)
         self._forward = Forward(self.model, self._assembly, self._backward, self.ledger)

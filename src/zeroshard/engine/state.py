@@ -36,7 +36,7 @@ from zeroshard.checkpoint import (
     write,
 )
 from zeroshard.checkpoint.export import CONFIG, GENERATION, folder_of, texts_of
-from zeroshard.checkpoint.facts import check_facts, given, kept
+from zeroshard.checkpoint.facts import check_facts, check_ignored, given, kept
 from zeroshard.comm.mesh import local_ranks
 from zeroshard.engine.build import Assembly
 from zeroshard.errors import CheckpointError, CheckpointWarning, DamagedError
@@ -53,6 +53,7 @@ from zeroshard.pipeline.whole import WholeModel
 from zeroshard.quantized.stored import quantised_facts
 from zeroshard.text import format_bytes
 from zeroshard.units.adapters import base_names
+from zeroshard.units.ignored import ignored_in, kept_by_rank
 
 Wholes = TypeVar("Wholes", bound=WholeWeights)
 SHARE = 0.9  # of free host memory that copies of a checkpoint may take
@@ -317,6 +318,7 @@ class State:
             "cut": self._stage.facts,
             **({"axes": self._axes} if self._axes else {}),
             "buffers": self.buffers.facts(),
+            "ignored": sorted(ignored_in(self._model)),
             **quantised_facts(self._model),
             "tied": self._tied,
             "config": texts[CONFIG],
@@ -328,6 +330,7 @@ class State:
         """Fill this rank's slices; no other rank is needed."""
         reader = Reader(path)
         check_facts(path, reader.facts)
+        check_ignored(path, reader.facts.get("ignored", []), ignored_in(self._model))
         left = (reader.facts.get("base") or {"tensors": {}})["tensors"]
         self._check_shapes(reader, self._shapes(), {name: tuple(row[0]) for name, row in left.items()})
         saved = self._checked(reader)
@@ -426,9 +429,10 @@ class State:
     def _buffer_shapes(self) -> Iterator[tuple[str, tuple[int, ...] | None]]:
         """The shapes of all buffers of the model; None for those that no state dict holds."""
         for path, module in self._model.named_modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                kept = name not in module._non_persistent_buffers_set
-                yield f"{path}.{name}" if path else name, tuple(buffer.shape) if kept else None
+            kept = dict(kept_by_rank(module))
+            for name, tensor in {**dict(module.named_buffers(recurse=False)), **kept}.items():
+                if tensor is not None:
+                    yield f"{path}.{name}" if path else name, tuple(tensor.shape) if name in kept else None
 
     def _check_shapes(
         self,

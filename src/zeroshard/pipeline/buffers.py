@@ -7,6 +7,8 @@ replicas of that stage write their copies, and every rank with data rank q has t
 [Note: shapes of buffers] A buffer may grow in training, or be made in a forward. A checkpoint records the initial
 shapes of such buffers. A model with equal initial shapes loads the saved buffers with their shapes; otherwise the
 checkpoint is of another model.
+
+Ignored parameters are kept as buffers are ([Note: ignored parameters]).
 """
 
 from collections.abc import Iterable, Iterator
@@ -20,6 +22,7 @@ from zeroshard.comm.mesh import Mesh
 from zeroshard.errors import CheckpointError
 from zeroshard.pipeline.stage import Stage
 from zeroshard.pipeline.whole import WholeModel
+from zeroshard.units.ignored import kept_by_rank
 
 Shape = tuple[int, ...]
 
@@ -35,7 +38,7 @@ class Buffers:
         """The buffers that have values on this rank."""
         for name, _, _, buffer in self._all():
             if buffer is not None and not buffer.is_meta:
-                yield name, buffer.detach()
+                yield name, buffer
 
     def stages(self) -> dict[str, int]:
         """The stage of each buffer; 0 without a pipeline."""
@@ -105,9 +108,8 @@ class Buffers:
     def _all(self) -> Iterator[tuple[str, nn.Module, str, torch.Tensor | None]]:
         """(name, module, name in it, values) of every persistent buffer, those that are None included."""
         for path, module in self._model.named_modules():
-            for name, buffer in module._buffers.items():
-                if name not in module._non_persistent_buffers_set:
-                    yield f"{path}.{name}" if path else name, module, name, buffer
+            for name, buffer in kept_by_rank(module):
+                yield f"{path}.{name}" if path else name, module, name, None if buffer is None else buffer.detach()
 
 
 def facts_of(facts: dict[str, Any]) -> dict[str, Any]:

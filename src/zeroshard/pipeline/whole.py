@@ -1,6 +1,7 @@
 """The model in one stage: the stage of a model that is not cut."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from fractions import Fraction
 from typing import Any, ClassVar
 
 import torch
@@ -8,7 +9,7 @@ from torch import nn
 
 from zeroshard.comm.collectives import Comm
 from zeroshard.comm.mesh import Mesh
-from zeroshard.memory.ledger import Ledger
+from zeroshard.memory.ledger import Category, Ledger
 from zeroshard.parts.place import Axis, Cuts
 from zeroshard.parts.planned import Planned
 from zeroshard.parts.technique import Technique
@@ -16,6 +17,7 @@ from zeroshard.pipeline.cut.chain import Layer
 from zeroshard.pipeline.policy import Cut
 from zeroshard.schedule import PipelineSchedule
 from zeroshard.units import Unit, find_units
+from zeroshard.units.ignored import ignored_in
 from zeroshard.units.materialise import take_from_rank_0
 
 Replaced = tuple[Cuts, dict[nn.Parameter, nn.Parameter]]
@@ -112,5 +114,7 @@ class WholeModel:
         return sum(sorted(sizes[:-1])[-2:]) + sizes[-1], "two units at a time and the root"
 
     def planned(self) -> Iterator[Planned]:
-        """Nothing is borrowed."""
-        yield from ()
+        """Ignored parameters, which are whole; nothing is borrowed."""
+        for parameter in ignored_in(self._model).values():
+            if parameter.device.type == self.mesh.device.type:
+                yield Planned("device", Category.PARAMETERS, Fraction(parameter.nbytes), Fraction(0))

@@ -1,7 +1,9 @@
 """A plan's choice of each technique; only here does the planner read settings of techniques from a plan."""
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
+from zeroshard.errors import PlanError
 from zeroshard.moe.choice import SharingExperts
 from zeroshard.offload.choice import Offloading
 from zeroshard.pipeline.choice import Stages
@@ -59,6 +61,15 @@ def choices_of(plan: Plan) -> Choices:
         Drawing(plan.rng == "exact"),
         Offloading(plan.offloading, sliced=plan.zero == 3),
     )
+
+
+def takes(plan: Plan, settings: Mapping[str, Any]) -> bool:
+    """Whether a plan combines with other settings; one that ignores parameters has neither stages nor split layers."""
+    try:
+        plan.with_settings(settings)
+    except PlanError:
+        return not plan.ignored  # other plans are refused with the reason
+    return True
 
 
 def schedule_of(plan: Plan, ranks: int) -> PipelineSchedule:

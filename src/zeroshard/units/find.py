@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from zeroshard.errors import PlanError
+from zeroshard.units.ignored import is_ignored
 
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 UNDIVIDED = "undivided"  # an attribute, true of modules in which no unit begins: not all of them run in each forward
@@ -42,7 +43,8 @@ def find_units(model: nn.Module, wanted: Sequence[str] | None = None) -> list[Un
 
     By rule, the units are the outermost modules that repeat: children of a `ModuleList`, `Sequential` or `ModuleDict`
     that share their class with a sibling. With `wanted`, they are the modules of the named classes or paths. Every
-    parameter belongs to the innermost unit around all of its uses, so a tied parameter is stored once.
+    parameter belongs to the innermost unit around all of its uses, so a tied parameter is stored once; ignored ones
+    belong to none.
 
     Raises:
         PlanError: a wanted name fits no module.
@@ -101,7 +103,8 @@ def _named(model: nn.Module, wanted: Sequence[str]) -> Iterator[str]:
 def _assign_parameters(model: nn.Module, modules: dict[str, nn.Module], units: list[Unit]) -> None:
     uses: dict[nn.Parameter, list[str]] = {}
     for path, parameter in model.named_parameters(remove_duplicate=False):
-        uses.setdefault(parameter, []).append(path)
+        if not is_ignored(parameter):
+            uses.setdefault(parameter, []).append(path)
     unit_of = {unit.module: unit for unit in units}
     for parameter, paths in uses.items():
         first, *others = [_around(path, modules) for path in paths]
@@ -109,7 +112,7 @@ def _assign_parameters(model: nn.Module, modules: dict[str, nn.Module], units: l
         unit_of[innermost].parameters[paths[0]] = parameter
     unit_by_parameter = {parameter: unit for unit in units for parameter in unit.parameters.values()}
     for module in model.modules():
-        direct = list(module.parameters(recurse=False))
+        direct = [parameter for parameter in module.parameters(recurse=False) if parameter in unit_by_parameter]
         for unit in dict.fromkeys(unit_by_parameter[parameter] for parameter in direct):
             unit.owners.append(module)
 

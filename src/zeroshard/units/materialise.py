@@ -25,6 +25,7 @@ from zeroshard.comm.collectives import Comm
 from zeroshard.errors import ModelError
 from zeroshard.units.adapters import initialisers_of, magnitudes_of
 from zeroshard.units.hooks import in_place_of
+from zeroshard.units.ignored import is_ignored, note_made
 
 Initialiser = Callable[[nn.Module], object]
 
@@ -125,14 +126,17 @@ class Materialiser:
 
     def _replace(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
         released = parameter in self.uncut.released
-        absent = self._is_read(parameter) or (released and self._files is not None)
+        own = is_ignored(parameter)
+        absent = (self._is_read(parameter) or (released and self._files is not None)) and not own
         unset = _absent_like if absent else _unset_like
         if released:  # only its shape is needed, and only now
             module._parameters[name] = nn.Parameter(unset(parameter), requires_grad=parameter.requires_grad)
             return
         if parameter not in self._real:
             self._real[parameter] = in_place_of(parameter, unset(parameter))
-            if self._files is not None and not absent:
+            if own:
+                note_made(self._real[parameter])
+            elif self._files is not None and not absent:
                 self._drawn.append(parameter)
         module._parameters[name] = self._real[parameter]
 

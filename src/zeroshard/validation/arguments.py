@@ -15,6 +15,7 @@ from zeroshard.optim.algorithms.tensor_optimizer import leading_shape
 from zeroshard.optim.slices.spans import SpanOptimizer
 from zeroshard.parts.place import Cuts, Split
 from zeroshard.plan import Plan
+from zeroshard.units.ignored import is_ignored
 
 ORDER = "Engine(model, optimizer, plan) takes an nn.Module, an optimizer and a zs.Plan, in this order"
 DEEPSPEED = {"train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization", "fp16", "bf16"}
@@ -182,7 +183,7 @@ def groups_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[nn.Par
             f"{tuple(foreign[0].shape)}). "
             "Make it from this model's parameters()."
         )
-    left_out = [p for p in names if p.requires_grad and p not in groups]
+    left_out = [p for p in names if p.requires_grad and p not in groups and not is_ignored(p)]
     if left_out:
         warnings.warn(
             f"{len(left_out)} parameters require gradients but are in no optimizer group (the first is "

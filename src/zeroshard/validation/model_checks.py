@@ -21,6 +21,7 @@ from zeroshard.precision.cast import DTYPES
 from zeroshard.quantized.weights import QuantizedWeight
 from zeroshard.text import format_names
 from zeroshard.units.hooks import Hook
+from zeroshard.units.ignored import is_ignored
 from zeroshard.units.watched_parameters import WatchedParameter
 
 WRAPPERS = {  # classes that make their own gradients or slices, and the way to the model inside
@@ -212,6 +213,8 @@ def _refuse_load(
     for name, parameter in module._parameters.items():
         if parameter is None or prefix + name not in values or (forward.writes.allowed and not assign):
             continue
+        if is_ignored(parameter):
+            continue
         part = forward.writes.part_of(parameter)
         whole = "Call engine.load_state_dict(state) or engine.load_weights(path) on every rank"
         way = f"{whole}, or write `with engine.gathered(): model.load_state_dict(...)`"
@@ -252,6 +255,8 @@ class _Apply:
         assert module is not None
         outside = forward is not None and not forward.running
         for name, parameter in module.named_parameters(recurse=recurse) if outside else ():
+            if is_ignored(parameter):
+                continue
             with torch.no_grad():
                 probe = torch.empty((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
                 moved = None if parameter.is_meta else function(probe)

@@ -41,6 +41,7 @@ CASES: list[tuple[int, str, dict[str, Any]]] = [
     *((1, "sgd", {"zero": 0, "activations.compress": ("binarize", code)}) for code in ("fp16", "fp10", "e4m3", "int4")),
     (2, "adamw", {"zero": 0, "pipeline_parallel.schedule": "1f1b", "recompute": "sqrt", **CUT}),
     (2, "adamw", {"zero": 0, "pipeline_parallel.schedule": "gpipe", "activations.arena": True, **CUT}),
+    (2, "adamw", {"zero": 3, "ignored": ("*.up.weight", "blocks.1"), **NETWORK}),
 ]
 PEAK = {"fp32": 0.001, "bf16": 0.01}  # how far a peak may be off
 LATE = 0.005  # of several ranks, where a thread of gloo may hold an operand of a few KiB a little after its end
@@ -50,6 +51,7 @@ HELD = 0.25  # with split layers, where gloo's threads hold the operands of a co
 def name_of(case: tuple[int, str, dict[str, Any]]) -> str:
     ranks, optimizer, plan = case
     rest = [plan.get("pipeline_parallel.schedule", ""), plan.get("precision", "")]
+    rest.append("ignored" if "ignored" in plan else "")
     rest.append(f"tensor {plan['tensor_parallel']}" if "tensor_parallel" in plan else "")
     rest += [
         plan.get("recompute", ""),
@@ -65,7 +67,7 @@ def shares(ranks: int, plan: dict[str, Any]) -> bool:
     return group > 1 and plan.get("transport") != "network"
 
 
-SHOWN = [CASES[number] for number in (0, 6, 13, 17, 23, 29, 30, -1)]
+SHOWN = [CASES[number] for number in (0, 6, 13, 17, 23, 29, 30, -2, -1)]
 
 
 @pytest.mark.parametrize("case", by_default(CASES, *SHOWN), ids=map(name_of, CASES))

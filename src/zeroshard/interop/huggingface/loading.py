@@ -12,7 +12,6 @@ from torch import nn
 from zeroshard.comm.collectives import Comm
 from zeroshard.comm.mesh import Mesh, shared_mesh
 from zeroshard.engine import Engine
-from zeroshard.engine.build import OptimizerLike
 from zeroshard.engine.engine import LossFunction
 from zeroshard.errors import CheckpointError, ModelError, ZeroshardError
 from zeroshard.interop.huggingface.pretrained import PretrainedValues
@@ -20,6 +19,7 @@ from zeroshard.interop.huggingface.quantized import package, quantise
 from zeroshard.plan import Plan
 from zeroshard.precision.cast import Precision
 from zeroshard.text import format_bytes
+from zeroshard.units.ignored import OptimizerLike
 from zeroshard.validation.arguments import check_arguments, check_options
 
 LOG = logging.getLogger(__name__)

@@ -39,6 +39,7 @@ from zeroshard.schedule.peaks import ALIKE
 from zeroshard.schedule.simulate import medians
 from zeroshard.traffic import DISK, UPDATE
 from zeroshard.units.hooks import tensors_in
+from zeroshard.units.ignored import ignored_in
 
 TIMED, MOST_TIMED, LEAST_SECONDS = 5, 25, 1.0  # steps that are timed, and for how long at least
 SETTLED = 1  # steps before the steady state: the first makes states
@@ -242,7 +243,7 @@ class _Run:
             changes |= choice.rehearsed(SETTLED, rehearsal.values)
         whole = plan.with_settings(changes)
         self.engine = Engine(model, task.optimizer_of(model, plan), whole, mesh=mesh, loss=task.loss, example=example)
-        tracker.bring(model.buffers())
+        tracker.bring([*model.buffers(), *ignored_in(model).values()])
         self._updating = False
         self._marks: list[PerMicrobatch] = []
         model.register_forward_pre_hook(lambda *_: self._mark())

@@ -1,5 +1,6 @@
 """Plans without stages: one rank stands for all, rehearsed with few blocks and few microbatches."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -18,6 +19,7 @@ from zeroshard.planner.predict.rehearse import Rehearsed, TrainingTask, refuse_t
 from zeroshard.planner.predict.shallow import FEW, Stack, probes, shallow
 from zeroshard.schedule.peaks import ALIKE
 
+ONE_BLOCK = re.compile(r"(^|\.)[\d\[?]")  # in names of ignored parameters: of single blocks, so that blocks are unlike
 FEW_TIMED, STEP_TIMED = 4, 4  # blocks of the first run, and more of the next: enough for a measurable difference
 
 
@@ -70,7 +72,7 @@ class Unstaged:
 
 def _deeper(plan: Plan, stacks: Sequence[Stack], few: int) -> list[Stack]:
     """The stacks of more than `few` blocks, if few blocks determine the numbers of all."""
-    alike = all(choice.alike for choice in choices_of(plan))
+    alike = all(choice.alike for choice in choices_of(plan)) and not any(map(ONE_BLOCK.search, plan.ignored))
     return [stack for stack in stacks if alike and stack.depth > few]
 
 

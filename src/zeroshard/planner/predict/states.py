@@ -1,5 +1,6 @@
 """Model states by the formulas alone, to leave out plans before a rehearsal. Predictions never come from here."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -10,6 +11,7 @@ from zeroshard.planner.predict.rehearse import TrainingTask
 from zeroshard.planner.predict.shallow import whole_model
 from zeroshard.planning.questions import Mixtures, States
 from zeroshard.units import find_units
+from zeroshard.units.ignored import ignored_in, mark_ignored, trained_by
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +22,7 @@ class Sizes:
         trainable: number of parameters that are trained.
         frozen: number of the others.
         packed: bytes of frozen parameters that are no floating-point numbers.
+        ignored: bytes of parameters that the plan ignores, which no other number counts.
         units: parameters of each unit.
         state_bytes: bytes of optimizer states per parameter, in fp32; of whole tensors the mean.
         mixtures: of the model.
@@ -31,16 +34,21 @@ class Sizes:
     state_bytes: int | Fraction
     mixtures: Mixtures = Mixtures()
     packed: int = 0
+    ignored: int = 0
 
 
-def sizes_of(task: TrainingTask) -> Sizes:
+def sizes_of(task: TrainingTask, ignored: Sequence[str] = ()) -> Sizes:
     """The sizes of a task's model and optimizer, made without values.
+
+    Args:
+        ignored: parameters, as of a plan.
 
     Raises:
         OptimizerError: the optimizer does not run, or its parameters depend on each other.
     """
     model = whole_model(task.build)
-    parameters = list(model.parameters())
+    mark_ignored(model, ignored)
+    parameters, others = trained_by(model), ignored_in(model).values()
     numbers = [p for p in parameters if p.is_floating_point()]
     trainable = sum(p.numel() for p in numbers if p.requires_grad)
     units = tuple(
@@ -50,14 +58,14 @@ def sizes_of(task: TrainingTask) -> Sizes:
     layout = task.layout
     frozen = sum(p.numel() for p in numbers) - trainable
     packed = sum(p.nbytes for p in parameters) - sum(p.nbytes for p in numbers)
-    return Sizes(trainable, frozen, units, layout.bytes_per_element, mixtures, packed)
+    return Sizes(trainable, frozen, units, layout.bytes_per_element, mixtures, packed, sum(p.nbytes for p in others))
 
 
 def least_bytes(sizes: Sizes, plan: Plan, ranks: int) -> int:
     """The least bytes of states on every rank; under stage 3 with the largest unit gathered."""
     states = states_of(sizes, plan, ranks)
     answers = (choice.least_bytes(states, ranks) for choice in reversed(choices_of(plan)))
-    return next(nbytes for nbytes in answers if nbytes is not None)
+    return sizes.ignored + next(nbytes for nbytes in answers if nbytes is not None)
 
 
 def states_of(sizes: Sizes, plan: Plan, ranks: int) -> States:

@@ -24,7 +24,7 @@ from zeroshard.offload import choice as offload
 from zeroshard.pipeline import choice as pipeline
 from zeroshard.pipeline.partition.profile import LayerCost
 from zeroshard.plan import Plan
-from zeroshard.planner.choices import choices_of
+from zeroshard.planner.choices import choices_of, takes
 from zeroshard.planner.predict.adapters import NAMES
 from zeroshard.planner.predict.cuts import Layers, layers_of
 from zeroshard.planner.predict.estimate import Estimator
@@ -139,7 +139,8 @@ class _Search:
     def shapes(self) -> Iterator[Shape]:
         """Every split of the job over the ranks; without split layers and without stages first."""
         for number, divided in enumerate(self._divisions):
-            for offer in (offer for offers in OFFERS for offer in offers(divided.site)):
+            every = (offer for offers in OFFERS for offer in offers(divided.site))
+            for offer in (offer for offer in every if takes(self.base, offer.settings)):
                 if isinstance(offer, Offer):
                     yield self._shape(offer, divided)
                 elif not number:  # else refused for the same reason
@@ -152,7 +153,8 @@ class _Search:
         Raises:
             PlanError: the ranks that are asked for do not divide them.
         """
-        found, asked = list(tensor.divisions(self._site)), self.base.tensor.ranks
+        found, asked = tensor.divisions(self._site), self.base.tensor.ranks
+        found = [divided for divided in found if takes(self.base, divided.settings)]
         chosen = [divided for divided in found if divided.together == asked or asked == 1]
         if not chosen:
             raise PlanError(
@@ -210,7 +212,8 @@ class _Search:
         except ZeroshardError:  # no plan works, and the search reports why
             return []
         varied = choices_of(plan).varied
-        return [plan.with_settings(each) for choice in varied for each in choice.variants(states, ranks)]
+        every = (each for choice in varied for each in choice.variants(states, ranks))
+        return [plan.with_settings(each) for each in every if takes(plan, each)]
 
     @property
     def _fastest(self) -> float:
@@ -408,7 +411,7 @@ class _Search:
 
     def _sizes_of(self) -> Sizes:
         if self._sizes is None:
-            self._sizes = sizes_of(self.task)
+            self._sizes = sizes_of(self.task, self.base.ignored)
         return self._sizes
 
     def _looks_at(self, shapes: Sequence[Shape]) -> dict[Plan | None, int]:
@@ -449,7 +452,8 @@ class _Search:
     def _way_out(self, plan: Plan, needed: int) -> str:
         """The smallest single change with which the states would fit."""
         room, ranks = self.machines.device.capacity_bytes, self.machines.count
-        for remedy in (remedy for choice in reversed(choices_of(plan)) for remedy in choice.remedies(ranks)):
+        every = (remedy for choice in reversed(choices_of(plan)) for remedy in choice.remedies(ranks))
+        for remedy in (each for each in every if takes(plan, each.settings)):
             changed = (self.base if remedy.anew else plan).with_settings(remedy.settings)
             if remedy.certain or least_bytes(self._sizes_of(), changed, remedy.ranks) <= room:
                 return remedy.sentence
