@@ -23,7 +23,8 @@ from zeroshard.memory.ledger import Category, Ledger
 from zeroshard.parts.place import Axis
 from zeroshard.parts.planned import Planned
 from zeroshard.parts.technique import Technique
-from zeroshard.pipeline.cut.chain import Chain, Layer
+from zeroshard.pipeline.cut.chain import Chain
+from zeroshard.pipeline.cut.layers import Layer
 from zeroshard.pipeline.partition.balance import balance
 from zeroshard.pipeline.partition.measure import measure
 from zeroshard.pipeline.policy import Cut, Pipeline

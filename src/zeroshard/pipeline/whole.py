@@ -13,7 +13,7 @@ from zeroshard.memory.ledger import Category, Ledger
 from zeroshard.parts.place import Axis, Cuts
 from zeroshard.parts.planned import Planned
 from zeroshard.parts.technique import Technique
-from zeroshard.pipeline.cut.chain import Layer
+from zeroshard.pipeline.cut.layers import Layer
 from zeroshard.pipeline.policy import Cut
 from zeroshard.schedule import PipelineSchedule
 from zeroshard.units import Unit, find_units

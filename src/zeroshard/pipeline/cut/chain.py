@@ -9,47 +9,38 @@ makes masks, positions and the like from the microbatch itself, and no parameter
 the module's own forward on the meta device, once per input shape. A module between or around the blocks whose output
 does not depend on parameters, such as a table of rotary angles, is never skipped: every stage needs its values.
 
-[Note: what a chain is] Each layer may use results of earlier layers only through the one activation that enters it.
-This is checked on the autograd graph of one forward: the path back from a layer's output to its input must meet only
-the layer's own parameters. Values without a gradient may bypass it: they are sent beside it
-([Note: values beside the activation]).
+[Note: what a chain is] Each layer uses results of earlier layers through the one activation that enters it, or through
+several values, packed ([Note: carried values]). This is checked on the autograd graph of one forward: the path back
+from the outputs of a layer to its inputs must meet only the layer's own parameters. Values without a gradient may
+bypass it: they are sent beside it ([Note: values beside the activation]).
 """
 
+import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from zeroshard.errors import ModelError
 from zeroshard.pipeline.cut.bypass import Bypass, Crossing
+from zeroshard.pipeline.cut.carried import Carried, Passing
+from zeroshard.pipeline.cut.check import Weights, check_layers, hint_of
 from zeroshard.pipeline.cut.gates import Gate, activation_at, with_activation
+from zeroshard.pipeline.cut.layers import Layer
+from zeroshard.pipeline.cut.origins import ReturnedValue
 from zeroshard.pipeline.cut.placeholders import Placeholders, stand_in, unsent
-from zeroshard.pipeline.cut.probe import BufferUses, Probe, all_trainable, unchanged, without_weights
+from zeroshard.pipeline.cut.probe import BufferUses, Probe, RunsTwice, all_trainable, unchanged, without_weights
 from zeroshard.units import find_units
 from zeroshard.units.watched_parameters import Absent
 
 PREFIX, SUFFIX = "prefix", "suffix"
 Entered = Callable[[int, Tensor], None]  # the number of a layer, and the activation that enters it
-
-
-@dataclass(slots=True, eq=False)
-class Layer:
-    """One layer of a chain.
-
-    Attributes:
-        modules: modules that run in it (a block includes its submodules).
-        parameters: its parameters by name; a tied parameter appears in several layers.
-    """
-
-    number: int
-    name: str
-    modules: list[nn.Module] = field(default_factory=list)
-    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -61,8 +52,17 @@ class _Passage:
     hidden: Tensor | None
     entered: "Entered | None"
     bypass: Bypass | None
+    passing: Passing | None = None  # carried values, in place of the one input
     phase: int = 0
     inside: bool = False  # of a module that runs
+    calls: Counter[nn.Module] = field(default_factory=Counter)  # of blocks
+    shown: Any = None  # the results of a module inside of one that is skipped
+
+    def begin(self, phase: int) -> None:
+        """Begin the code after so many blocks."""
+        self.phase = phase
+        if self.passing is not None:
+            self.passing.phase = phase
 
 
 class BufferLayers(NamedTuple):
@@ -87,9 +87,10 @@ class Chain:
         frames: the modules around blocks, whose forwards run on every stage.
         written: the buffers (module, name) that the forward of the example wrote.
         crossing: values beside the activation that later layers read.
+        carried: values with a gradient that cross boundaries, if there are more than the activation.
 
     Raises:
-        ModelError: the model is no chain, with the names of what breaks it.
+        ModelError: a value cannot be sent from layer to layer, with the names of both.
     """
 
     def __init__(
@@ -108,14 +109,15 @@ class Chain:
         self._overwritten: set[int] = set()
         inside = {module for block in found for module in block.modules()}
         frames = {module for module in model.modules() if module not in inside and inside & set(module.modules())}
-        self._number_of: dict[nn.Module, int] = dict.fromkeys(found, -1)
+        self._numbers: dict[nn.Module, list[int]] = {block: [] for block in found}  # of each call of a block
         self._gates = [Gate(self.enter, self._paths[block], block) for block in found]
         around = [m for m in model.modules() if m not in inside and m not in frames and _gated(m)]
         self._gates += [Gate(self.enter, self._paths[module], module) for module in around]
         self._learned = {module for gate in self._gates if gate.learned for module in gate.module.modules()}
         self.frames = frames
         self.placeholders = Placeholders()
-        self.crossing = Crossing()
+        self.crossing, self.carried = Crossing(), Carried()
+        self._inner: dict[nn.Module, Gate] = {}  # of modules inside of others, whose results hooks take out
         self.written: dict[tuple[nn.Module, str], BufferLayers] = {}
         try:
             self.layers = self._find_layers(model, frames, forward, device)
@@ -123,6 +125,7 @@ class Chain:
             for gate in self._gates:
                 gate.remove()
             raise
+        self._names = [layer.name for layer in self.layers]
         places = [(m, layer.number) for layer in self.layers for top in layer.modules for m in top.modules()]
         self._first_layer = dict(reversed(places))
 
@@ -168,13 +171,17 @@ class Chain:
             entered: called with the input of each of these layers but the first.
             bypass: values of earlier layers that these read; values of these layers are added.
         """
-        if hidden is not None and first in self._overwritten:
+        if hidden is not None and first in self._overwritten and not self.carried.needed:
             hidden = hidden.clone()  # a leaf of autograd, or a message, must not be written
-        bypass = bypass or (Bypass() if self.crossing.groups else None)
+        bypass = bypass or (Bypass() if self.crossing.groups or self.carried.needed else None)
         passage = self._passage = _Passage(first, last, hidden, entered, bypass)
+        if self.carried.needed:
+            passage.passing = Passing(self.carried, first, hidden, last)
+            passage.hidden = passage.entered = None
         try:
             on_device = self.placeholders.on_device(self.model, self._device)
-            with self._before_hooks(first, last), stand_in(self.frames, _is_absent), on_device:
+            around = passage.passing or nullcontext()
+            with self._before_hooks(first, last), stand_in(self.frames, _is_absent), on_device, around:
                 output = forward()
         except _Left as left:
             return left.hidden
@@ -186,6 +193,11 @@ class Chain:
                 f"blocks of a chain must run for every microbatch."
             )
         return output
+
+    def beside(self, layer: int) -> list[tuple[ReturnedValue, ...]]:
+        """The groups of values without a gradient that cross before a layer."""
+        carried = self.carried.at(layer)
+        return [group for group in self.crossing.at(layer) if not carried.issuperset(group)]
 
     def boundary(self, layer: int, forward: Callable[[], Any], bypass: Bypass | None = None) -> Tensor:
         """A placeholder (shape and dtype) of a layer's input for the microbatch of `forward`.
@@ -223,23 +235,47 @@ class Chain:
         passage = self._passage
         if passage is None:
             return gate.inner(*args, **kwargs)
-        number = self._number_of.get(gate.module)
-        if number is None:
+        if passage.passing is None:
+            return self._enter(passage, gate, args, kwargs)
+        with passage.passing.inside():
+            return self._enter(passage, gate, args, kwargs)
+
+    def _enter(self, passage: _Passage, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        numbers = self._numbers.get(gate.module)
+        if numbers is None or passage.inside:
             return self._call(passage, gate, args, kwargs, passage.phase if gate.learned else None)
+        number = numbers[min(passage.calls[gate.module], len(numbers) - 1)]
+        passage.calls[gate.module] += 1
         if number != passage.phase + 1:
             raise ModelError(
                 f"{self.layers[number].name!r} ran after {self.layers[passage.phase].name!r}, which is not the order "
                 f"of the example; the blocks of a chain must run in one order for every microbatch."
             )
-        passage.phase = number
+        passage.begin(number)
         if number == passage.last:
-            raise _Left(activation_at((args, kwargs), gate.takes, gate))
-        if number == passage.first and passage.hidden is not None:
-            args, kwargs = with_activation((args, kwargs), gate.takes, passage.hidden)
-        if passage.entered is not None and passage.first < number:
-            passage.entered(number, activation_at((args, kwargs), gate.takes, gate))
+            raise _Left(self._leaving(passage, (args, kwargs), gate.takes, gate))
+        args, kwargs = self._entering(passage, (args, kwargs), gate.takes, gate)
         output = self._call(passage, gate, args, kwargs, number)
-        return output if number < self.blocks else self._after_blocks(passage, gate, output)
+        if number < self.blocks:
+            return output
+        passage.begin(self.blocks + 1)
+        if passage.last == passage.phase:
+            raise _Left(self._leaving(passage, output, gate.returns, gate))
+        return self._entering(passage, output, gate.returns, gate)
+
+    def _leaving(self, passage: _Passage, tree: Any, place: int, gate: Gate) -> Tensor:
+        """The input of the first layer that does not run."""
+        return activation_at(tree, place, gate) if passage.passing is None else passage.passing.message(self._names)
+
+    def _entering(self, passage: _Passage, tree: Any, place: int, gate: Gate) -> Any:
+        """The arguments of a block, or the last block's output for the code after the blocks."""
+        if passage.phase == passage.first and passage.passing is not None:
+            passage.passing.check(self._names)
+        if passage.phase == passage.first and passage.hidden is not None:
+            return with_activation(tree, place, passage.hidden)
+        if passage.entered is not None and passage.first < passage.phase:
+            passage.entered(passage.phase, activation_at(tree, place, gate))
+        return tree
 
     def _call(self, passage: _Passage, gate: Gate, args: Any, kwargs: Any, layer: int | None) -> Any:
         """Run a module of a layer, or of all layers (None), or return its placeholder."""
@@ -252,24 +288,43 @@ class Chain:
                 output = gate.inner(*args, **kwargs)
             finally:
                 passage.inside = False
-            if passage.bypass is not None:
-                passage.bypass.record(self.crossing, gate, number, output)
-            return output
+            return self._own(passage, gate, number, output) if layer is not None else output
         output = self.placeholders.of(gate.module, gate.inner, args, kwargs, gate.overwritten)
+        for module, shown in self.placeholders.inside(gate.module, args, kwargs) if self._inner else ():
+            inner = self._inner[module]
+            assert passage.bypass is not None
+            passage.shown = self._stand_in(passage, inner, passage.bypass.call(inner.path), shown)
+            module()  # for its hooks
+        return self._stand_in(passage, gate, number, output)
+
+    def _own(self, passage: _Passage, gate: Gate, number: int, output: Any) -> Any:
+        """An output of this run, noted for other stages."""
+        if passage.bypass is not None:
+            passage.bypass.record(self.crossing, gate, number, output)
+        return output if passage.passing is None else passage.passing.returned(gate.path, number, output)
+
+    def _stand_in(self, passage: _Passage, gate: Gate, number: int, output: Any) -> Any:
+        """A placeholder with the values that this stage has received."""
         if passage.bypass is None:
             return tree_map(partial(unsent, path=gate.path), output)
-        return passage.bypass.fill(self.crossing, gate, number, output)
-
-    def _after_blocks(self, passage: _Passage, gate: Gate, output: Any) -> Any:
-        """The last block's output for the code after the blocks."""
-        passage.phase = self.blocks + 1
-        if passage.last == passage.phase:
-            raise _Left(activation_at(output, gate.returns, gate))
-        if passage.first == passage.phase and passage.hidden is not None:
-            return with_activation(output, gate.returns, passage.hidden)
-        if passage.entered is not None:
-            passage.entered(passage.phase, activation_at(output, gate.returns, gate))
+        output = passage.bypass.fill(self.crossing, gate, number, output)
+        if passage.passing is None:
+            return output
+        output = passage.passing.returned(gate.path, number, output)
+        passage.bypass.known |= {key: value.detach() for key, value in passage.passing.received.items()}
         return output
+
+    def _enter_inner(self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The output of a module inside of a gated one, which the code around the blocks takes out by a hook."""
+        passage = self._passage
+        if passage is not None and passage.shown is not None:
+            shown, passage.shown = passage.shown, None
+            return shown
+        output = gate.inner(*args, **kwargs)
+        if self.placeholders.note(gate.module, output) or passage is None or passage.passing is None:
+            return output
+        assert passage.bypass is not None
+        return self._own(passage, gate, passage.bypass.call(gate.path), output)
 
     @contextmanager
     def _before_hooks(self, first: int, last: int) -> Iterator[None]:
@@ -282,7 +337,7 @@ class Chain:
         """
         with ExitStack() as undo:
             for gate in (gate for gate in self._gates if gate.module._backward_hooks):
-                number = self._number_of.get(gate.module)
+                number = next(iter(self._numbers.get(gate.module, ())), None)
                 if number == self.blocks and self.blocks + 1 in (first, last) and torch.is_grad_enabled():
                     raise ModelError(
                         f"The block {gate.path!r} has a full backward hook, and the next stage has only what comes "
@@ -327,7 +382,6 @@ class Chain:
     ) -> list[Layer]:
         """Run the model once, find the layer of each module, and check that the layers are a chain."""
         apart = device is not None and all(parameter.is_meta for parameter in model.parameters())
-        probe = self._probe = Probe(set(self._number_of), self.placeholders, device if apart else None)
         names = {parameter: name for name, parameter in model.named_parameters()}
         free = {p for frame in frames for p in frame.parameters(recurse=False)}
         for parameter in free:
@@ -336,60 +390,104 @@ class Chain:
                     f"{names[parameter]!r} is {parameter.dtype} and a parameter of a module around the blocks. "
                     f"Autograd does not follow it, so the layer that uses it is not known; register it as a buffer."
                 )
+        weights, where = Weights(names, free), device if apart else None
+        try:
+            return self._probed(model, forward, weights, where, len(self._numbers))
+        except RunsTwice:
+            with ExitStack() as stack:
+                counted, _ = self._run_probe(stack, model, forward, where, math.inf)
+            return self._probed(model, forward, weights, where, len(counted.order))
+
+    def _probed(
+        self,
+        model: nn.Module,
+        forward: Callable[[], Any],
+        weights: Weights,
+        device: torch.device | None,
+        calls: int,
+    ) -> list[Layer]:
+        """The layers of one forward with so many calls of blocks, and the values that cross between them."""
         with ExitStack() as stack:
-            stack.enter_context(all_trainable(model))
-            if apart and device is not None:
-                stack.enter_context(without_weights(model, probe, self._learned, device))
-            changed = stack.enter_context(unchanged(model))
-            uses = BufferUses(module for module in self._paths if module not in self._learned)
-            probe.on_phase = uses.look
-            try:
-                with uses, probe.origins, probe.leaving(model):
-                    output = forward()
-                uses.look(len(self._number_of) + 1)
-            except (RuntimeError, NotImplementedError) as error:
-                if not apart:
-                    raise
-                raise ModelError(
-                    f"The model is on the meta device, and its forward could not be followed there ({error}); "
-                    f"{_hint(model)}move what it computes from weights into modules that it calls, or build it on "
-                    f"the CPU."
-                ) from error
-            finally:
-                self._probe = None
-            missing = [self._paths[block] for block in self._number_of if block not in probe.order]
+            probe, output = self._run_probe(stack, model, forward, device, calls)
+            missing = [self._paths[block] for block in self._numbers if block not in probe.order]
             if missing:
                 raise ModelError(
                     f"The block {missing[0]!r} did not run in a forward of the example; name the blocks of "
                     f"the chain with units=(...)."
                 )
-            layers = self._layers_of(probe, names)
+            layers = self._layers_of(probe, weights.names)
             self._overwritten = {n + 1 for n, entered in enumerate(probe.entered) if entered._version}
             for gate, returned, version in probe.returned.values():
                 gate.overwritten |= returned._version > version
-            named = {self._paths[block] for block in self._number_of}
-            self.crossing = Crossing.of(probe.origins, named, {gate.path for gate in self._gates if gate.overwritten})
-            _check_chain(layers, probe, output, names, free, _hint(model))
-        for module, name in changed:
+            named, overwritten = (
+                {self._paths[block] for block in self._numbers},
+                {gate.path for gate in self._gates if gate.overwritten},
+            )
+            self.crossing = Crossing.of(probe.origins, named, overwritten)
+            by_key = probe.recomputed or calls > len(self._numbers)
+            self.carried = probe.learned.carried(len(layers) - 1, by_key)
+            self.carried.written |= {key for key in self.carried.reach if key.path in overwritten}
+            self.carried.written.update(*(probe.learned.entered.get(layer, ()) for layer in self._overwritten))
+            check_layers(layers, probe, output, weights, self.carried, hint_of(model))
+        self._gate_inner(probe)
+        for site in probe.changed:
+            module = site[0]
             runs = {layer.number for layer in layers if _runs(module, layer)}
-            site = module, name
             if module not in self._learned:
-                runs = uses.phases.get(site, {0})
-            self.written[site] = BufferLayers(runs, uses.read.get(site, set()))
+                runs = probe.uses.phases.get(site, {0})
+            self.written[site] = BufferLayers(runs, probe.uses.read.get(site, set()))
         return layers
+
+    def _gate_inner(self, probe: Probe) -> None:
+        """Put gates around modules inside of others whose results cross boundaries."""
+        modules = {path: module for module, path in self._paths.items()}
+        for path in dict.fromkeys(key.path for key in self.carried.reach if key.path in probe.outer):
+            if self.carried.needed:
+                self._inner[modules[path]] = Gate(self._enter_inner, path, modules[path])
+        self.placeholders.inner = set(self._inner)
+        self._gates += self._inner.values()
+
+    def _run_probe(
+        self, stack: ExitStack, model: nn.Module, forward: Callable[[], Any], device: torch.device | None, calls: float
+    ) -> tuple[Probe, Any]:
+        """One forward under a probe, and its output; `stack` restores the model."""
+        probe = self._probe = Probe(set(self._numbers), calls, self.placeholders, self._paths, device)
+        stack.enter_context(all_trainable(model))
+        if device is not None:
+            stack.enter_context(without_weights(model, probe, self._learned, device))
+        probe.changed = stack.enter_context(unchanged(model))
+        probe.uses = BufferUses(module for module in self._paths if module not in self._learned)
+        try:
+            with probe.uses, probe.origins, probe.leaving(model), probe.learned:
+                output = forward()
+            probe.uses.look(len(probe.order) + 1)
+        except (RuntimeError, NotImplementedError) as error:
+            if device is None:
+                raise
+            raise ModelError(
+                f"The model is on the meta device, and its forward could not be followed there ({error}); "
+                f"{hint_of(model)}move what it computes from weights into modules that it calls, or build it on "
+                f"the CPU."
+            ) from error
+        finally:
+            self._probe = None
+        return probe, output
 
     def _layers_of(self, probe: Probe, names: dict[nn.Parameter, str]) -> list[Layer]:
         """The layers in the order in which they ran, each with its modules and their parameters."""
-        layers = [Layer(0, PREFIX), *(Layer(n + 1, self._paths[b], [b]) for n, b in enumerate(probe.order))]
+        layers = [Layer(0, PREFIX)]
+        self._numbers = {block: [] for block in self._numbers}
+        for number, block in enumerate(probe.order, 1):
+            self._numbers[block].append(number)
+            call = len(self._numbers[block])
+            layers.append(Layer(number, self._paths[block] + (f"#{call}" if call > 1 else ""), [block]))
         layers.append(Layer(len(layers), SUFFIX))
-        for number, block in enumerate(probe.order):
-            self._number_of[block] = number + 1
         for gate in self._gates:
             for number in sorted(self._phases(gate, probe)) if gate.module not in probe.order else ():
                 layers[number].modules.append(gate.module)
         for layer in layers:
             for module in layer.modules:
-                deep = module in self._number_of
+                deep = module in self._numbers
                 for parameter in module.parameters(recurse=deep):
                     own = probe.stands_for.get(parameter, parameter)
                     layer.parameters[names[own]] = own
@@ -407,62 +505,6 @@ class _Left(Exception):
     def __init__(self, hidden: Tensor) -> None:
         super().__init__("the rest of the model is on other ranks")
         self.hidden = hidden
-
-
-def _check_chain(
-    layers: list[Layer],
-    probe: Probe,
-    output: Any,
-    names: dict[nn.Parameter, str],
-    free: set[nn.Parameter],
-    hint: str,
-) -> None:
-    """Refuse values that bypass the chain; enter the frames' own parameters into layers."""
-    ends = [leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
-    for layer in layers:
-        starts = ends if layer.number == len(layers) - 1 else [probe.marks[layer.number]]
-        entrance = probe.marks[layer.number - 1] if layer.number else None
-        passed = {mark: n for n, mark in enumerate(probe.marks) if mark is not None and mark not in starts}
-        for node in _reach(starts, entrance):
-            variable = getattr(node, "variable", None)
-            variable = probe.stands_for.get(variable, variable)
-            if node in passed:
-                raise ModelError(
-                    f"{layer.name!r} uses what entered {layers[passed[node] + 1].name!r}, past the layers between, so "
-                    f"the model is no chain; {hint}name other blocks with units=(...), or use pipeline_parallel=1."
-                )
-            if variable in free:
-                layer.parameters[names[variable]] = variable
-            elif variable in names and names[variable] not in layer.parameters:
-                raise ModelError(
-                    f"{layer.name!r} uses something made with {names[variable]!r} that does not come through the "
-                    f"layer before it, so the model is no chain; {hint}name other blocks with units=(...), or use "
-                    f"pipeline_parallel=1."
-                )
-    for parameter in free - {p for layer in layers for p in layer.parameters.values()}:
-        layers[0].parameters[names[parameter]] = parameter
-
-
-def _hint(model: nn.Module) -> str:
-    """The advice for mixtures of transformers, whose loss reads every block's router logits."""
-    if not getattr(getattr(model, "config", None), "output_router_logits", False):
-        return ""
-    return "set output_router_logits=False in its configuration, which trains without the routers' auxiliary loss, "
-
-
-def _reach(starts: Sequence[Any], entrance: Any) -> Iterator[Any]:
-    """The nodes of the graph below `starts`, not past `entrance`."""
-    seen: set[Any] = set()
-    stack = [node for node in starts if node is not None]
-    first = set(stack)
-    while stack:
-        node = stack.pop()
-        if node in seen or node is entrance:
-            continue
-        seen.add(node)
-        if node not in first:
-            yield node
-        stack.extend(next_node for next_node, _ in node.next_functions if next_node is not None)
 
 
 def _refuse_mixture(model: nn.Module) -> None:

@@ -128,6 +128,14 @@ class Origins(TorchDispatchMode):
             elif isinstance(leaf, (bool, int, float)) and call.reads_values:
                 self.last_read[source] = math.inf
 
+    def inner(self, path: str, number: int, leaves: Sequence[Any]) -> None:
+        """Enter learned results of a module inside of a running one as sources, since hooks may take them out."""
+        for n, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and leaf.requires_grad and self._call is not None:
+                source = ReturnedValue(path, number, n)
+                self.layer_of[source] = self._call.layer
+                self._mark(leaf, {source})
+
     def leave(self, leaves: Iterable[Any]) -> None:
         """Note that the model's output is read."""
         for leaf in _tensors(leaves):

@@ -20,10 +20,16 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks")  # called with a module's input
 
 
 class Placeholders:
-    """A cache of output shapes by module and input shapes."""
+    """A cache of output shapes by module and input shapes.
+
+    Attributes:
+        inner: modules inside of others, whose shapes are known with theirs.
+    """
 
     def __init__(self) -> None:
-        self._known: dict[Any, _Flat] = {}
+        self.inner: set[nn.Module] = set()
+        self._inside: list[tuple[nn.Module, _Flat]] | None = None  # calls of `inner` in a forward on meta
+        self._known: dict[Any, tuple[_Flat, list[tuple[nn.Module, _Flat]]]] = {}
         self._recorded: dict[Any, tuple[list[Any], _Flat]] = {}
         self._on_meta: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] | None = None
 
@@ -58,6 +64,12 @@ class Placeholders:
             for module, name, parameter, _ in sites_now:
                 module._parameters[name] = parameter
 
+    def note(self, module: nn.Module, output: Any) -> bool:
+        """Whether only shapes are looked for; then notes those of a module inside of another."""
+        if self._inside is not None:
+            self._inside.append((module, tree_flatten(tree_map(_shape_of, output))))
+        return self._inside is not None
+
     def of(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, writable: bool = False) -> Any:
         """A placeholder for the output of `forward(*args, **kwargs)`.
 
@@ -70,38 +82,49 @@ class Placeholders:
         key = _key(module, args, kwargs)
         if key not in self._known:
             self._known[key] = self._shapes(module, forward, key, args, kwargs)
-        leaves, spec = self._known[key]
-        device = next((leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
-        return tree_unflatten([_placeholder(leaf, device, writable) for leaf in leaves], spec)
+        return _placeholder_tree(self._known[key][0], args, kwargs, writable)
 
-    def _shapes(self, module: nn.Module, forward: Callable[..., Any], key: Any, args: Any, kwargs: Any) -> "_Flat":
+    def inside(self, module: nn.Module, args: Any, kwargs: Any) -> list[tuple[nn.Module, Any]]:
+        """The calls of `inner` modules in a forward that `of` has followed, with placeholders for their outputs."""
+        calls = self._known[_key(module, args, kwargs)][1]
+        return [(inner, _placeholder_tree(flat, args, kwargs, writable=False)) for inner, flat in calls]
+
+    def _shapes(
+        self, module: nn.Module, forward: Callable[..., Any], key: Any, args: Any, kwargs: Any
+    ) -> tuple["_Flat", list[tuple[nn.Module, "_Flat"]]]:
         def to_meta(leaf: Any) -> Any:
             with torch._C.DisableTorchFunctionSubclass():  # the values of a parameter may be on other ranks
                 return torch.empty_like(leaf, device="meta") if isinstance(leaf, Tensor) else leaf
 
         state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        hooks = [(name, vars(module)[name]) for name in HOOKS]
+        hooked = [module, *(each for each in module.modules() if each in self.inner)]
+        hooks = [(each, name, vars(each)[name]) for each in hooked for name in HOOKS]
+        self._inside = []
         try:
-            vars(module).update((name, OrderedDict()) for name in HOOKS)  # they run around the gate
+            for each, name, _ in hooks:
+                vars(each)[name] = OrderedDict()  # they run around the gate
             with instead(module, forward), torch.no_grad(), _AnyDtype():  # type: ignore[no-untyped-call]
                 meta_args, meta_kwargs = tree_map(to_meta, (args, kwargs))
                 output = functional_call(module, tree_map(to_meta, state), meta_args, meta_kwargs)
-            return tree_flatten(tree_map(_shape_of, output))
+            return tree_flatten(tree_map(_shape_of, output)), self._inside
         except Exception as error:
-            if key in self._recorded:
-                return self._recorded[key][1]
+            recorded = {} if self.inner & set(module.modules()) else self._recorded
+            if key in recorded:
+                return recorded[key][1], []
             shapes = tree_leaves(tree_map(_shape_of, (args, kwargs)))
-            for (one, *_, spec), (inputs, outputs) in self._recorded.items():
+            for (one, *_, spec), (inputs, outputs) in recorded.items():
                 if one == id(module) and spec == key[-1]:
                     alike = _alike(inputs, outputs[0], shapes)
                     if alike is not None:
-                        return alike, outputs[1]
+                        return (alike, outputs[1]), []
             raise ModelError(
                 f"The shape of what {type(module).__name__} returns cannot be found without computing it "
                 f"({error}); give every microbatch the shape of the example, or pad the last batch."
             ) from error
         finally:
-            vars(module).update(hooks)
+            self._inside = None
+            for each, name, found in hooks:
+                vars(each)[name] = found
 
 
 class _AnyDtype(TorchDispatchMode):
@@ -159,6 +182,12 @@ def _placeholder(leaf: Any, device: torch.device | None, writable: bool) -> Any:
     value = math.nan if leaf.dtype.is_floating_point or leaf.dtype.is_complex else 0
     placeholder = torch.full((), value, device=device).to(leaf.dtype).expand(leaf.shape)
     return placeholder.clone(memory_format=torch.contiguous_format) if writable else placeholder
+
+
+def _placeholder_tree(flat: _Flat, args: Any, kwargs: Any, writable: bool) -> Any:
+    """Placeholders on the device of the arguments."""
+    device = next((leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
+    return tree_unflatten([_placeholder(leaf, device, writable) for leaf in flat[0]], flat[1])
 
 
 METADATA = ("__get__", "dim", "size", "stride", "numel", "element_size", "is_floating_point", "is_complex", "__len__")

@@ -8,17 +8,19 @@ inside runs once on random weights, which are freed before the next. Nothing is 
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from zeroshard.errors import ModelError
+from zeroshard.pipeline.cut.carried import LearnedValues
 from zeroshard.pipeline.cut.gates import Gate, activation_at, open_up, place_of_activation, with_activation
 from zeroshard.pipeline.cut.origins import Origins
 from zeroshard.pipeline.cut.placeholders import Placeholders
@@ -28,12 +30,18 @@ STD = 0.02  # of random weights
 Site = tuple[nn.Module, str]
 
 
+class RunsTwice(Exception):
+    """A block runs twice, so the number of calls of blocks is not that of blocks."""
+
+
 class Probe:
     """The events of one forward of the whole model.
 
     Args:
         blocks: the modules between which the model can be cut.
+        calls: calls of blocks in a forward; infinite if they are only counted.
         placeholders: records every output's shape.
+        paths: names of modules.
         device: device for the frames of a model on meta; None if the model runs as it is.
 
     Attributes:
@@ -43,52 +51,73 @@ class Probe:
         marks: their nodes in the graph; None without a gradient.
         returned: by id, returned tensors with their gates, and their latest versions left by modules.
         stands_for: the original of each parameter that was replaced for the forward.
-        on_phase: called with the number of each phase as it ends.
+        uses: of buffers by phase; changed: buffers that the forward changed, once the model is restored.
         origins: origins of values that layers read beside the activation.
+        learned: values with a gradient around the blocks.
+        recomputed: whether a block runs under torch.utils.checkpoint.
+        outer: by the name of a module that ran inside of a gated one, the other's name.
     """
 
-    def __init__(self, blocks: set[nn.Module], placeholders: Placeholders, device: torch.device | None = None) -> None:
-        self._blocks, self._placeholders, self._device = blocks, placeholders, device
+    def __init__(
+        self,
+        blocks: set[nn.Module],
+        calls: float,
+        placeholders: Placeholders,
+        paths: Mapping[nn.Module, str],
+        device: torch.device | None = None,
+    ) -> None:
+        self._blocks, self._calls_of_blocks, self._paths = blocks, calls, paths
+        self._placeholders, self._device = placeholders, device
         self.order: list[nn.Module] = []
         self.phases: dict[nn.Module, set[int]] = {}
         self.entered: list[Tensor] = []
         self.marks: list[Any] = []
         self.returned: dict[int, tuple[Gate, Tensor, int]] = {}
         self.stands_for: dict[Any, nn.Parameter] = {}
-        self.on_phase: Callable[[int], None] = lambda phase: None
-        self.origins = Origins()
+        self.uses, self.changed = BufferUses(()), set[Site]()
+        self.origins, self.learned = Origins(), LearnedValues()
+        self.recomputed = False
+        self.outer: dict[str, str] = {}
         self._calls: Counter[str] = Counter()
+        self._running: Gate | None = None
         self._apart = False
 
     def enter(self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module and record it."""
+        with self.learned.inside():
+            return self._enter(gate, args, kwargs)
+
+    def _enter(self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if gate.module not in self._blocks:
             self.phases.setdefault(gate.module, set()).add(self._phase)
             return self._call(gate, args, kwargs)
-        if _unseen_by_autograd():
+        self.recomputed |= _recomputed()
+        if not torch.is_grad_enabled():
             raise ModelError(
-                f"The block {gate.path!r} runs under torch.no_grad or torch.utils.checkpoint, "
-                f"which hide from a stage what its backward needs; switch that off in the model (recompute='blocks' "
-                f"recomputes whole chunks instead), name other blocks with units=(...), or use pipeline_parallel=1."
+                f"The block {gate.path!r} runs under torch.no_grad, or under torch.utils.checkpoint with "
+                f"use_reentrant=True, which hide from a stage what its backward needs; switch that off in the model "
+                f"(recompute='blocks' recomputes whole chunks instead), name other blocks with units=(...), or use "
+                f"pipeline_parallel=1."
             )
-        if gate.module in self.order:
-            raise ModelError(
-                f"The block {gate.path!r} runs twice in one forward, so the model is no chain of "
-                f"blocks; name other blocks with units=(...), or use pipeline_parallel=1."
-            )
+        if gate.module in self.order and self._calls_of_blocks == len(self._blocks):
+            raise RunsTwice
         self._end_phase()
         open_up((args, kwargs), gate, (args, kwargs))
         self.order.append(gate.module)
-        self.origins.phase = len(self.order)
+        self._begin_phase(len(self.order))
         gate.takes = place_of_activation((args, kwargs))
         args, kwargs = self._mark((args, kwargs), gate.takes, gate)
         output = self._call(gate, args, kwargs)
-        if len(self.order) == len(self._blocks):
+        if len(self.order) == self._calls_of_blocks:
             self._end_phase()
-            self.origins.phase += 1
+            self._begin_phase(len(self.order) + 1)
             gate.returns = place_of_activation(output)
             output = self._mark(output, gate.returns, gate)
         return output
+
+    def _begin_phase(self, phase: int) -> None:
+        self.origins.phase = phase
+        self.learned.begin_phase(phase)
 
     @property
     def _phase(self) -> int:
@@ -96,27 +125,43 @@ class Probe:
 
     def _end_phase(self) -> None:
         with self.origins.paused():
-            self.on_phase(self._phase)
+            self.uses.look(self._phase)
 
     @contextmanager
     def leaving(self, model: nn.Module) -> Iterator[None]:
         """Note the model's output inside."""
         handle = model.register_forward_hook(lambda module, args, output: self.origins.leave(tree_leaves(output)))
+        inner = register_module_forward_hook(self._note_inner)
         try:
             yield
         finally:
             handle.remove()
+            inner.remove()
+
+    def _note_inner(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Enter the results of a module inside of a gated one."""
+        path = self._paths.get(module)
+        if path is not None and self._running is not None and not self._apart and path != self._running.path:
+            self.outer[path] = self._running.path
+            self.learned.inner(path, self._calls[path], output)
+            self.origins.inner(path, self._calls[path], tree_leaves(output))
+            self._calls[path] += 1
 
     def _call(self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module, and enter its output as its sources."""
         has_parameters = next(gate.module.parameters(), None) is not None
         with self.origins.call(gate.path, self._phase, (args, kwargs), has_parameters) as call:
+            if call is not None:
+                self.learned.takes((args, kwargs))
+                self._running = gate
             output = self._run(gate, args, kwargs)
         leaves = tree_leaves(output)
         if gate.module not in self._blocks:
             gate.learned |= any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
         if call is not None:
+            self._running = None
             self.origins.returned(call, self._calls[gate.path], leaves, gate.learned)
+            self.learned.returned(gate.path, self._calls[gate.path], output)
             self._calls[gate.path] += 1
         return output
 
@@ -158,7 +203,9 @@ class Probe:
 
     def _mark(self, tree: Any, place: int, gate: Gate) -> Any:
         with self.origins.paused():
-            marked = activation_at(tree, place, gate).clone()  # a view would lose its mark when a block writes into it
+            activation = activation_at(tree, place, gate)
+            marked = activation.clone()  # a view would lose its mark when a block writes into it
+        self.learned.enter(self._phase, activation, marked, block=self._phase == len(self.order))
         self.entered.append(marked)
         self.marks.append(marked.grad_fn)
         return with_activation(tree, place, marked)
@@ -278,10 +325,10 @@ def unchanged(model: nn.Module) -> Iterator[set[Site]]:
                         del module._buffers[name]  # registered in the forward, and without values
 
 
-def _unseen_by_autograd() -> bool:
-    """Whether a block runs without a graph, or under torch.utils.checkpoint."""
+def _recomputed() -> bool:
+    """Whether torch.utils.checkpoint runs this code again in the backward, with the arguments that it gave."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return not torch.is_grad_enabled() or (hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint")
+    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
 
 
 class _StandIn(torch.autograd.Function):

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from zeroshard.pipeline.cut.chain import Chain, Layer
+from zeroshard.pipeline.cut.chain import Chain
+from zeroshard.pipeline.cut.layers import Layer
 from zeroshard.pipeline.cut.placeholders import stand_in
 from zeroshard.pipeline.partition.profile import LayerCost
 from zeroshard.platform import accelerator

@@ -220,7 +220,7 @@ class Executor:
         forward = partial(self._run, self._parts[j].batch)
         first, last = stage.firsts[chunk], stage.firsts[chunk + 1]
         bypass = None
-        if stage.chain.crossing.groups:
+        if stage.chain.crossing.groups or stage.chain.carried.needed:
             bypass = Bypass(flight.beside and self._entering(first, j).beside.unpack(flight.beside[0]))
         with self._deferring(flight), self.random_numbers.microbatch(self._parts[j].rows):
             listener = self._chunks.early.listener(action)

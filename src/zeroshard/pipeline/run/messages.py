@@ -77,7 +77,7 @@ class Messages:
     def _entering(self, layer: int, forward: Callable[[], Any]) -> Entering:
         chain, beside = self._stage.chain, Bypass()
         hidden = chain.boundary(layer, forward, beside)
-        return Entering((tuple(hidden.shape), hidden.dtype), SentValues.of(chain.crossing.at(layer), beside.known))
+        return Entering((tuple(hidden.shape), hidden.dtype), SentValues.of(chain.beside(layer), beside.known))
 
     def check(self, output: Tensor, expected: Shape, layer: int) -> None:
         """Refuse an output of another shape than the next stage expects.

@@ -1,0 +1,291 @@
+"""Learned values that cross a boundary besides one activation, carried in one packed message with their gradients.
+
+[Note: carried values] A model whose blocks hand on more than one tensor with a gradient (an encoder's output, a skip, a
+residual around a block, router logits for the loss) has a set of values at each boundary: those made before it and read
+after it. A value is what a module returned, or the result of one function of the code around the blocks; its key counts
+calls of a module, or calls of a function after so many blocks, which is the same on all stages, since each runs that
+code. A stage concatenates the values in the order in which they were made, and the next one cuts the message apart in
+the same order, where its own forward makes placeholders of the same shapes. Autograd splits and sums the gradients.
+
+The idea of values that bypass layers is torchgpipe's (2004.09910, section 3.2.2: skip connections); here the model
+needs no change.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from zeroshard.errors import BatchError
+from zeroshard.pipeline.cut.origins import ReturnedValue
+
+WRITTEN, UNDER = -1, -2  # the leaf of a function that wrote into its first argument, and of what that is a view of
+
+
+@dataclass(slots=True)
+class Carried:
+    """The learned values of a chain that cross boundaries.
+
+    Attributes:
+        reach: by key, the layer that makes a value and the last layer that reads it.
+        written: keys of values that are overwritten later.
+        needed: whether some boundary has other values than the activation.
+    """
+
+    reach: dict[ReturnedValue, tuple[int, int]] = field(default_factory=dict)
+    written: set[ReturnedValue] = field(default_factory=set)
+    needed: bool = False
+
+    def at(self, boundary: int) -> set[ReturnedValue]:
+        """The keys of the values that cross before a layer; empty if the activation is all."""
+        if not self.needed:
+            return set()
+        return {key for key, (made, last) in self.reach.items() if made < boundary <= last}
+
+
+class _AroundBlocks(TorchFunctionMode):
+    """A mode that numbers the functions of the code around the blocks.
+
+    Attributes:
+        phase: number of blocks that have run.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = 0
+        self._calls: Counter[str] = Counter()
+        self._outside = True
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function, and enter its result."""
+        kwargs = kwargs or {}
+        if not self._outside:
+            return func(*args, **kwargs)
+        target = args[0] if args and isinstance(args[0], Tensor) else None
+        version = None if target is None else _version(target)
+        self.takes((args, kwargs))
+        output = func(*args, **kwargs)
+        path = f"{getattr(func, '__name__', func)} after {self.phase} blocks"
+        call = self._calls[path]
+        self._calls[path] += 1
+        if target is not None and version is not None and target._version > version:
+            for leaf, written in ((WRITTEN, target), (UNDER, target._base)):
+                value = self.made(ReturnedValue(path, call, leaf), written)
+                if written is not None and value is not written:
+                    written.copy_(value)
+            return output
+        return self.returned(path, call, output)
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Number nothing inside: a module runs."""
+        top = torch.overrides._get_current_function_mode() is self
+        before, self._outside = self._outside, False
+        if top:
+            torch.overrides._pop_mode()
+        try:
+            yield
+        finally:
+            if top:
+                torch.overrides._push_mode(self)
+            self._outside = before
+
+    def returned(self, path: str, call: int, output: Any) -> Any:
+        """Enter the leaves of an output; returns it with the leaves that take their places."""
+        if isinstance(output, Tensor):
+            return self.made(ReturnedValue(path, call, 0), output)
+        if not isinstance(output, (tuple, list, dict)):
+            return output
+        leaves, spec = tree_flatten(output)
+        new = [self.made(ReturnedValue(path, call, n), leaf) for n, leaf in enumerate(leaves)]
+        same = all(one is other for one, other in zip(leaves, new, strict=True))
+        return output if same else tree_unflatten(new, spec)
+
+    def takes(self, tree: Any) -> None:
+        """Note the arguments of a function or a module."""
+
+    def made(self, key: ReturnedValue, leaf: Any) -> Any:
+        """Enter a value; returns the one that takes its place."""
+        raise NotImplementedError
+
+
+class LearnedValues(_AroundBlocks):
+    """Follows values with a gradient through the code around the blocks, in the forward of the example.
+
+    Attributes:
+        layer_of: by key, the layer that makes a value.
+        last_read: by key, the last layer that reads it, except as the activation that enters a block.
+        nodes: by key, its node in autograd's graph.
+        entered: by the number of a layer, the keys of its activation.
+        written: keys of values that were overwritten.
+        unknown: by layer, the shape of a learned tensor of unknown origin that it read.
+        began: by phase, the number that autograd gives to the next node.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer_of: dict[ReturnedValue, int] = {}
+        self.last_read: dict[ReturnedValue, int] = {}
+        self.nodes: dict[ReturnedValue, Any] = {}
+        self.entered: dict[int, list[ReturnedValue]] = {}
+        self.written: set[ReturnedValue] = set()
+        self.unknown: dict[int, tuple[int, ...]] = {}
+        self.began: list[int] = [0]
+        self._keys: dict[int, tuple[list[ReturnedValue], int]] = {}  # by id: keys, and the version of the values
+        self._inner: set[ReturnedValue] = set()
+        self._marked: set[int] = set()  # copies of activations, which enter blocks
+        self._alive: list[Tensor] = []
+
+    def begin_phase(self, phase: int) -> None:
+        """Begin the code after so many blocks, or the last code of the model."""
+        self.phase = phase
+        node = torch.ones((), requires_grad=True).clone().grad_fn
+        assert node is not None
+        self.began.append(node._sequence_nr())
+
+    def made(self, key: ReturnedValue, leaf: Any) -> Any:
+        """Enter a learned value, under one more key if it has some and is unchanged; returns it."""
+        if isinstance(leaf, Tensor) and leaf.requires_grad and not isinstance(leaf, nn.Parameter):
+            known, version = self._keys.get(id(leaf), ([], _version(leaf)))
+            if version != _version(leaf):
+                self.written.update(known)
+                known = []
+            self._keys[id(leaf)] = [*(each for each in known if each not in self._inner), key], _version(leaf)
+            self._alive.append(leaf)
+            self._marked.discard(id(leaf))
+            self.layer_of[key], self.nodes[key] = self.phase, leaf.grad_fn
+        return leaf
+
+    def inner(self, path: str, call: int, output: Any) -> None:
+        """Enter the results of a module inside of a running one, which hooks may take out."""
+        for n, leaf in enumerate(tree_leaves(output)):
+            if isinstance(leaf, Tensor) and id(leaf) not in self._keys:
+                self._inner.add(ReturnedValue(path, call, n))
+                self.made(ReturnedValue(path, call, n), leaf)
+
+    def takes(self, tree: Any) -> None:
+        """Note that the current layer reads values."""
+        for leaf in tree_leaves(tree):
+            if not isinstance(leaf, Tensor) or isinstance(leaf, nn.Parameter) or id(leaf) in self._marked:
+                continue
+            if leaf.requires_grad:
+                keys = self.keys(leaf)
+                if not keys:
+                    self.unknown.setdefault(self.phase, tuple(leaf.shape))
+                for key in keys:
+                    self.last_read[key] = max(self.phase, self.last_read.get(key, 0))
+
+    def keys(self, leaf: Tensor) -> list[ReturnedValue]:
+        """The keys of a value; empty if it has none, or was overwritten under another name."""
+        known, version = self._keys.get(id(leaf), ([], -1))
+        return known if version == _version(leaf) else []
+
+    def enter(self, layer: int, activation: Tensor, marked: Tensor, block: bool) -> None:
+        """Note the activation that enters a block, or the code after the blocks, and its copy that enters in fact."""
+        self.entered[layer] = self.keys(activation)
+        self._alive.append(marked)
+        if block:
+            self._marked.add(id(marked))
+        elif self.entered[layer]:
+            self._keys[id(marked)] = self.entered[layer], _version(marked)
+
+    def carried(self, suffix: int, by_key: bool) -> Carried:
+        """The values that cross boundaries of a chain.
+
+        Args:
+            suffix: the number of the last layer.
+            by_key: whether activations are found by key in any case, as where a block runs by_key times.
+        """
+        last = dict(self.last_read)
+        at_end = self.entered.get(suffix, [])
+        needed = by_key or any(
+            self.layer_of[key] < layer and not (key in at_end and self.layer_of[key] == suffix - 1)
+            for key, layer in last.items()
+        )
+        for layer, keys in self.entered.items():
+            last |= {key: max(layer, last.get(key, 0)) for key in keys}
+        reach = {key: (made, last[key]) for key, made in self.layer_of.items() if made < last.get(key, -1)}
+        return Carried(reach, self.written, needed)
+
+
+class Passing(_AroundBlocks):
+    """The carried values in one forward of a range of layers.
+
+    Args:
+        carried: of the chain.
+        first: the first layer that runs; the message that enters it, or None for placeholders alone.
+        last: the layer before which the forward is left.
+
+    Attributes:
+        received: values of the message by key.
+    """
+
+    def __init__(self, carried: Carried, first: int, message: Tensor | None, last: int) -> None:
+        super().__init__()
+        self._carried, self._first, self._last, self._message = carried, first, last, message
+        self._in, self._out = carried.at(first) if message is not None else set(), carried.at(last)
+        self._made: dict[ReturnedValue, Tensor] = {}
+        self._start = 0
+        self.received: dict[ReturnedValue, Tensor] = {}
+
+    def made(self, key: ReturnedValue, leaf: Any) -> Any:
+        """Enter a value of this run; returns the received one in place of a placeholder."""
+        if key in self._in and isinstance(leaf, Tensor):
+            leaf = self.received[key] = self._cut(key, leaf)
+        if key in self._out and isinstance(leaf, Tensor):
+            self._made[key] = leaf
+        return leaf
+
+    def message(self, names: list[str]) -> Tensor:
+        """The packed values [N] that enter the last layer, in the widest of their dtypes.
+
+        Raises:
+            BatchError: a value of the example was not made.
+        """
+        absent = self._out - self._made.keys()
+        if absent:
+            raise BatchError(
+                f"{names[self._last]!r} or a later layer reads the result of {min(absent).path!r} in the example, "
+                f"which was not made for this microbatch. Give every microbatch the way of the example through the "
+                f"model's code, or use pipeline_parallel=1."
+            )
+        values = list(self._made.values())
+        if not values:
+            return torch.empty(0)
+        dtype = values[0].dtype
+        for value in values:
+            dtype = torch.promote_types(dtype, value.dtype)
+        return torch.cat([value.to(dtype).reshape(-1) for value in values])
+
+    def check(self, names: list[str]) -> None:
+        """Refuse a message that was not used up by the placeholders before the first layer.
+
+        Raises:
+            BatchError: with both numbers of elements.
+        """
+        if self._message is not None and self._start != self._message.numel():
+            raise BatchError(
+                f"{self._message.numel():,} elements enter {names[self._first]!r} from the stage before, and this "
+                f"stage expects {self._start:,}; the shapes of values between blocks must follow from the shapes of "
+                f"the microbatch, and the model's code must take the way of the example."
+            )
+
+    def _cut(self, key: ReturnedValue, leaf: Tensor) -> Tensor:
+        assert self._message is not None
+        piece = self._message[self._start : self._start + leaf.numel()]
+        self._start += leaf.numel()
+        if piece.numel() != leaf.numel():
+            self._start = self._message.numel() + 1  # refused at the first layer
+            return leaf
+        piece = piece.view(leaf.shape).to(leaf.dtype)
+        return piece.clone() if key in self._carried.written else piece
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version

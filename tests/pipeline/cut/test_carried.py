@@ -1,0 +1,310 @@
+"""Models with several tensors between blocks: the parts together are the model, wherever it is cut."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from engine.models import Plain, batch, build
+from pipeline.chains import Outcome, Run, call, in_parts, on_stages, whole
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from zeroshard.errors import ModelError
+from zeroshard.pipeline.cut.chain import Chain
+
+
+def tokens(rows: int) -> tuple[Tensor, int]:
+    return batch(rows, 0, 1, rows), 0
+
+
+def equal(one: Outcome, other: Outcome) -> None:
+    torch.testing.assert_close(one[0], other[0])
+    assert one[1].keys() == other[1].keys()
+    torch.testing.assert_close(one[1], other[1], rtol=1e-5, atol=1e-6)
+
+
+def check_all_cuts(model: nn.Module, examples: tuple[Any, Any], run: Run = call) -> Chain:
+    """Every boundary alone, and all at once, in one process and on stages with the weights of their layers alone."""
+    example, other = examples
+    cut = copy.deepcopy(model)
+    chain = Chain(cut, lambda: run(cut, example))
+    expected = whole(model, other, run)
+    layers = len(chain.layers)
+    for firsts in [*([0, first] for first in range(1, layers - 1)), list(range(layers - 1))]:
+        equal(in_parts(chain, other, cut, firsts, run), expected)
+        equal(on_stages(model, example, other, firsts, run), expected)
+    return chain
+
+
+class Skip(Plain):
+    """A skip connection around a block."""
+
+    def body(self, x: Tensor, step: int) -> Tensor:
+        return self.blocks[2](x + self.blocks[1](self.blocks[0](x)))
+
+
+class AroundEach(Plain):
+    """The residual of each block is outside of it, the last one's too, in place."""
+
+    def body(self, x: Tensor, step: int) -> Tensor:
+        x = x * 2
+        for block in self.blocks:
+            y = block(x) * 1.5
+            y += x
+            x = y
+        return x
+
+
+class Pair(nn.Module):
+    """Returns two tensors, nested."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.side = nn.Linear(10, 10), nn.Linear(10, 3)
+
+    def forward(self, x: Tensor, side: Tensor | None = None) -> dict[str, Any]:
+        x = self.inner(x).tanh()
+        return {"x": x, "more": (self.side(x) if side is None else self.side(x) * side, x)}
+
+
+class Nested(Plain):
+    """Dictionaries with tuples between the blocks; the loss reads one tensor of each."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.blocks = nn.ModuleList([Pair() for _ in range(3)])
+
+    def forward(self, tokens: Tensor, step: int = 0) -> Tensor:
+        x, side, sides = self.embed(tokens), None, []
+        for block in self.blocks:
+            made = block(x, side=side)
+            x, side = made["x"], made["more"][0]
+            sides.append(side)
+        loss: Tensor = self.head(x).square().mean() + torch.stack(sides).square().sum()
+        return loss
+
+
+class Far(Plain):
+    """The embedding goes to the loss, and a table made with parameters to every block, as in T5."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(6, 10)
+
+    def forward(self, tokens: Tensor, step: int = 0) -> Tensor:
+        x = first = self.embed(tokens)
+        table = self.table(torch.arange(x.shape[1]))
+        for block in self.blocks:
+            x = block(x + table)
+        return (self.head(x) - self.head(first)).square().mean()
+
+
+def tied_far() -> nn.Module:
+    model = Far()
+    model.head.weight = model.embed.weight
+    return model
+
+
+class UNet(nn.Module):
+    """Skips in the order of a stack, over tensors of other shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList([nn.Conv2d(a, b, 3, 2, 1) for a, b in ((3, 4), (4, 6), (6, 8))])
+        self.up = nn.ModuleList([nn.ConvTranspose2d(a, b, 4, 2, 1) for a, b in ((8, 6), (12, 4), (8, 3))])
+
+    def forward(self, x: Tensor) -> Tensor:
+        skips = []
+        for down in self.down:
+            x = F.silu(down(x))
+            skips.append(x)
+        skips.pop()
+        for up in self.up:
+            x = up(x)
+            x = torch.cat((x, skips.pop()), 1) if skips else x
+        return x.square().mean()
+
+
+class EncoderDecoder(nn.Module):
+    """The encoder's output, normed, enters each block of the decoder; both share an embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(13, 8)
+        self.encoder = nn.ModuleList([nn.TransformerEncoderLayer(8, 2, 12, 0.1, batch_first=True) for _ in range(2)])
+        self.norm = nn.LayerNorm(8)
+        self.decoder = nn.ModuleList([nn.TransformerDecoderLayer(8, 2, 12, 0.1, batch_first=True) for _ in range(2)])
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, tokens: Tensor, step: int = 0) -> Tensor:
+        memory = self.embed(tokens)
+        for block in self.encoder:
+            memory = block(memory)
+        memory = self.norm(memory) * self.scale
+        x = self.embed(tokens.flip(1))
+        for block in self.decoder:
+            x = block(x, memory)
+        return F.cross_entropy((x @ self.embed(torch.arange(13)).T).flatten(0, 1), tokens.flatten())
+
+
+class Towers(nn.Module):
+    """Two towers and a contrastive loss with a parameter of the model's own, as in CLIP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.ModuleList([nn.Linear(8, 8) for _ in range(2)])
+        self.other = nn.ModuleList([nn.Linear(8, 8) for _ in range(2)])
+        self.temperature = nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, other = x, x.flip(1)
+        for block in self.one:
+            one = block(one).relu()
+        for block in self.other:
+            other = block(other).relu()
+        logits = F.normalize(one, dim=-1) @ F.normalize(other, dim=-1).T * self.temperature.exp()
+        return F.cross_entropy(logits, torch.arange(len(x))) + F.cross_entropy(logits.T, torch.arange(len(x)))
+
+
+class Written(Plain):
+    """Code around the blocks writes into rows and slices of their outputs."""
+
+    def body(self, x: Tensor, step: int) -> Tensor:
+        kept = torch.zeros_like(x)
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            kept[:, number] = x[:, 0]
+            x = x.clone()
+            x[:, 1] *= 0.5
+        return x + kept
+
+
+class Routed(nn.Module):
+    """A block whose router's logits leave by a hook, as transformers takes them out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.inner = nn.Linear(10, 4), nn.Linear(10, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.inner(x) * self.router(x).softmax(-1).amax(-1, keepdim=True)
+        return y
+
+
+class RouterLoss(Plain):
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.blocks = nn.ModuleList([Routed() for _ in range(3)])
+        self.logits: list[Tensor] = []
+        for block in self.blocks:
+            block.router.register_forward_hook(self._take)
+
+    def __deepcopy__(self, memo: Any) -> "RouterLoss":
+        new = RouterLoss()
+        new.load_state_dict(self.state_dict())
+        return new
+
+    def _take(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        self.logits.append(output)
+
+    def forward(self, tokens: Tensor, step: int = 0) -> Tensor:
+        self.logits.clear()
+        loss = super().forward(tokens, step)
+        logits = torch.cat([each.flatten(0, -2) for each in self.logits])
+        chosen = F.one_hot(logits.argmax(-1), 4).float().mean(0)
+        self.logits.clear()
+        return loss + (logits.softmax(-1).mean(0) * chosen).sum()
+
+
+def images(rows: int) -> tuple[Tensor]:
+    return (torch.randn(rows, 3, 16, 16),)
+
+
+def vectors(rows: int) -> tuple[Tensor]:
+    return (torch.randn(rows, 8),)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
+    "skip": (Skip, tokens),
+    "around-each": (AroundEach, tokens),
+    "nested": (Nested, tokens),
+    "far": (Far, tokens),
+    "tied-far": (tied_far, tokens),
+    "u-net": (UNet, images),
+    "encoder-decoder": (EncoderDecoder, tokens),
+    "towers": (Towers, vectors),
+    "written": (Written, tokens),
+    "router-loss": (RouterLoss, tokens),
+    "twice": (lambda: build("Twice"), tokens),
+    "checkpointed": (lambda: build("Checkpointed"), tokens),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parts_of_models_with_several_tensors_between_blocks(name: str) -> None:
+    kind, data = MODELS[name]
+    torch.manual_seed(1)
+    chain = check_all_cuts(kind(), (data(2), data(3)))
+    assert chain.carried.needed
+
+
+class Kept(nn.Module):
+    """A block that keeps a tensor as an attribute, which a later block reads."""
+
+    def __init__(self, earlier: "Kept | None" = None) -> None:
+        super().__init__()
+        self.inner = nn.Linear(10, 10)
+        self.found = [] if earlier is None else earlier.found
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        self.found.append(x * 2)
+        return x + sum(self.found[:-1])
+
+
+class Attribute(Plain):
+    def __init__(self) -> None:
+        super().__init__(0)
+        blocks = [Kept()]
+        blocks += [Kept(blocks[0]) for _ in range(2)]
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, tokens: Tensor, step: int = 0) -> Tensor:
+        self.blocks[0].found.clear()
+        x = self.embed(tokens)
+        loss: Tensor = (self.head(self.body(x, step)) - self.head(x)).square().mean()
+        return loss
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+
+class Unseen(Skip):
+    """A function of autograd's own around the blocks, in a model with a skip."""
+
+    def body(self, x: Tensor, step: int) -> Tensor:
+        return super().body(Double.apply(x), step)  # type: ignore[no-untyped-call]
+
+
+REFUSED: list[tuple[type[nn.Module], str]] = [
+    (Attribute, "'blocks.1' uses something made with a result of MulBackward0 that does not come through"),
+    (Unseen, "'blocks.0' reads a tensor of shape [2, 5, 10] that was made with parameters by code which torch's "
+     "functions do not show"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind, said", REFUSED)
+def test_values_that_no_message_brings_are_refused(kind: type[nn.Module], said: str) -> None:
+    model = kind()
+    with pytest.raises(ModelError) as refused:
+        Chain(model, lambda: model(*tokens(2)))
+    assert said in str(refused.value)
