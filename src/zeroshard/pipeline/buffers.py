@@ -134,10 +134,12 @@ def whole_state_dict(local: dict[str, Any], stage: Stage, buffers: Buffers) -> d
         local: with the values of this rank's stage.
     """
     stages = buffers.stages()
+    here = {name for layer in stage.layers for name in layer.parameters}
+    elsewhere = {name for layer in stage.chain.layers for name in layer.parameters} - here
     present = {
         key: [list(value.shape), str(value.dtype), stages.get(key)]
         for key, value in local.items()
-        if isinstance(value, torch.Tensor) and _present(value)
+        if isinstance(value, torch.Tensor) and _present(value) and key not in elsewhere
     }
     everyone = stage.world.agree_on(present, "where the weights are")
     whole, layout = dict(local), stage.pipeline.layout

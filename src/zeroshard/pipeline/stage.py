@@ -176,7 +176,7 @@ class Stage:
         self.chain.replace(new)
         for unit in self.units:
             unit.parameters.update({name: new[p] for name, p in unit.parameters.items() if p in new})
-        for first in self.firsts[1:-1]:
+        for first in self.firsts[1:-1] if not self.chain.carried.needed else ():
             axis = technique.replicated_over(self.chain.layers[first].name)
             if axis is not None and axes[axis].size > 1:
                 self.scattered[first] = Scattered(axes[axis].comm)

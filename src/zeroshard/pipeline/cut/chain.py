@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,14 +30,20 @@ from torch.utils._pytree import tree_map
 from zeroshard.errors import ModelError
 from zeroshard.pipeline.cut.bypass import Bypass, Crossing
 from zeroshard.pipeline.cut.carried import Carried, Passing
-from zeroshard.pipeline.cut.check import Weights, check_layers, hint_of
+from zeroshard.pipeline.cut.check import GraphCheck, hint_of
 from zeroshard.pipeline.cut.gates import Gate, activation_at, with_activation
-from zeroshard.pipeline.cut.layers import Layer
+from zeroshard.pipeline.cut.layers import (
+    BufferLayers,
+    Layer,
+    blocks_of,
+    is_absent,
+    is_gated,
+    refuse_mixture,
+    runs_in,
+)
 from zeroshard.pipeline.cut.origins import ReturnedValue
 from zeroshard.pipeline.cut.placeholders import Placeholders, stand_in, unsent
 from zeroshard.pipeline.cut.probe import BufferUses, Probe, RunsTwice, all_trainable, unchanged, without_weights
-from zeroshard.units import find_units
-from zeroshard.units.watched_parameters import Absent
 
 PREFIX, SUFFIX = "prefix", "suffix"
 Entered = Callable[[int, Tensor], None]  # the number of a layer, and the activation that enters it
@@ -63,13 +69,6 @@ class _Passage:
         self.phase = phase
         if self.passing is not None:
             self.passing.phase = phase
-
-
-class BufferLayers(NamedTuple):
-    """The layers that write a buffer; outside of the blocks also the layers whose surrounding code reads it."""
-
-    layers: set[int]
-    read: set[int]
 
 
 class Chain:
@@ -101,9 +100,9 @@ class Chain:
         device: torch.device | None = None,
     ) -> None:
         self._paths: dict[nn.Module, str] = {module: path for path, module in model.named_modules()}
-        _refuse_mixture(model)
+        refuse_mixture(model)
         self.model, self._device = model, device
-        found = _blocks(model, blocks)
+        found = blocks_of(model, blocks)
         self._passage: _Passage | None = None
         self._probe: Probe | None = None
         self._overwritten: set[int] = set()
@@ -111,7 +110,7 @@ class Chain:
         frames = {module for module in model.modules() if module not in inside and inside & set(module.modules())}
         self._numbers: dict[nn.Module, list[int]] = {block: [] for block in found}  # of each call of a block
         self._gates = [Gate(self.enter, self._paths[block], block) for block in found]
-        around = [m for m in model.modules() if m not in inside and m not in frames and _gated(m)]
+        around = [m for m in model.modules() if m not in inside and m not in frames and is_gated(m)]
         self._gates += [Gate(self.enter, self._paths[module], module) for module in around]
         self._learned = {module for gate in self._gates if gate.learned for module in gate.module.modules()}
         self.frames = frames
@@ -181,7 +180,7 @@ class Chain:
         try:
             on_device = self.placeholders.on_device(self.model, self._device)
             around = passage.passing or nullcontext()
-            with self._before_hooks(first, last), stand_in(self.frames, _is_absent), on_device, around:
+            with self._before_hooks(first, last), stand_in(self.frames, is_absent), on_device, around:
                 output = forward()
         except _Left as left:
             return left.hidden
@@ -390,52 +389,50 @@ class Chain:
                     f"{names[parameter]!r} is {parameter.dtype} and a parameter of a module around the blocks. "
                     f"Autograd does not follow it, so the layer that uses it is not known; register it as a buffer."
                 )
-        weights, where = Weights(names, free), device if apart else None
+        where = device if apart else None
         try:
-            return self._probed(model, forward, weights, where, len(self._numbers))
+            return self._probed(forward, names, free, where, len(self._numbers))
         except RunsTwice:
             with ExitStack() as stack:
-                counted, _ = self._run_probe(stack, model, forward, where, math.inf)
-            return self._probed(model, forward, weights, where, len(counted.order))
+                counted, _ = self._run_probe(stack, forward, where, math.inf)
+            return self._probed(forward, names, free, where, len(counted.order))
 
     def _probed(
         self,
-        model: nn.Module,
         forward: Callable[[], Any],
-        weights: Weights,
+        names: dict[nn.Parameter, str],
+        free: set[nn.Parameter],
         device: torch.device | None,
         calls: int,
     ) -> list[Layer]:
         """The layers of one forward with so many calls of blocks, and the values that cross between them."""
         with ExitStack() as stack:
-            probe, output = self._run_probe(stack, model, forward, device, calls)
+            probe, output = self._run_probe(stack, forward, device, calls)
             missing = [self._paths[block] for block in self._numbers if block not in probe.order]
             if missing:
                 raise ModelError(
                     f"The block {missing[0]!r} did not run in a forward of the example; name the blocks of "
                     f"the chain with units=(...)."
                 )
-            layers = self._layers_of(probe, weights.names)
+            layers = self._layers_of(probe, names)
             self._overwritten = {n + 1 for n, entered in enumerate(probe.entered) if entered._version}
             for gate, returned, version in probe.returned.values():
                 gate.overwritten |= returned._version > version
-            named, overwritten = (
-                {self._paths[block] for block in self._numbers},
-                {gate.path for gate in self._gates if gate.overwritten},
-            )
+            named = {self._paths[block] for block in self._numbers}
+            overwritten = {gate.path for gate in self._gates if gate.overwritten}
             self.crossing = Crossing.of(probe.origins, named, overwritten)
             by_key = probe.recomputed or calls > len(self._numbers)
             self.carried = probe.learned.carried(len(layers) - 1, by_key)
             self.carried.written |= {key for key in self.carried.reach if key.path in overwritten}
             self.carried.written.update(*(probe.learned.entered.get(layer, ()) for layer in self._overwritten))
-            check_layers(layers, probe, output, weights, self.carried, hint_of(model))
+            GraphCheck(layers, probe, names, free, hint_of(self.model)).run(output, self.carried)
         self._gate_inner(probe)
         for site in probe.changed:
             module = site[0]
-            runs = {layer.number for layer in layers if _runs(module, layer)}
+            where = {layer.number for layer in layers if runs_in(module, layer)}
             if module not in self._learned:
-                runs = probe.uses.phases.get(site, {0})
-            self.written[site] = BufferLayers(runs, probe.uses.read.get(site, set()))
+                where = probe.uses.phases.get(site, {0})
+            self.written[site] = BufferLayers(where, probe.uses.read.get(site, set()))
         return layers
 
     def _gate_inner(self, probe: Probe) -> None:
@@ -448,17 +445,17 @@ class Chain:
         self._gates += self._inner.values()
 
     def _run_probe(
-        self, stack: ExitStack, model: nn.Module, forward: Callable[[], Any], device: torch.device | None, calls: float
+        self, stack: ExitStack, forward: Callable[[], Any], device: torch.device | None, calls: float
     ) -> tuple[Probe, Any]:
         """One forward under a probe, and its output; `stack` restores the model."""
         probe = self._probe = Probe(set(self._numbers), calls, self.placeholders, self._paths, device)
-        stack.enter_context(all_trainable(model))
+        stack.enter_context(all_trainable(self.model))
         if device is not None:
-            stack.enter_context(without_weights(model, probe, self._learned, device))
-        probe.changed = stack.enter_context(unchanged(model))
+            stack.enter_context(without_weights(self.model, probe, self._learned, device))
+        probe.changed = stack.enter_context(unchanged(self.model))
         probe.uses = BufferUses(module for module in self._paths if module not in self._learned)
         try:
-            with probe.uses, probe.origins, probe.leaving(model), probe.learned:
+            with probe.uses, probe.origins, probe.leaving(self.model), probe.learned:
                 output = forward()
             probe.uses.look(len(probe.order) + 1)
         except (RuntimeError, NotImplementedError) as error:
@@ -466,7 +463,7 @@ class Chain:
                 raise
             raise ModelError(
                 f"The model is on the meta device, and its forward could not be followed there ({error}); "
-                f"{hint_of(model)}move what it computes from weights into modules that it calls, or build it on "
+                f"{hint_of(self.model)}move what it computes from weights into modules that it calls, or build it on "
                 f"the CPU."
             ) from error
         finally:
@@ -505,37 +502,3 @@ class _Left(Exception):
     def __init__(self, hidden: Tensor) -> None:
         super().__init__("the rest of the model is on other ranks")
         self.hidden = hidden
-
-
-def _refuse_mixture(model: nn.Module) -> None:
-    kinds = {parameter.is_meta: name for name, parameter in model.named_parameters()}
-    if len(kinds) > 1:
-        raise ModelError(
-            f"The parameter {kinds[True]!r} is on the meta device and {kinds[False]!r} is real; to be cut into layers, "
-            f"a model must be wholly on meta, or wholly real."
-        )
-
-
-def _blocks(model: nn.Module, wanted: Sequence[str] | None) -> list[nn.Module]:
-    if wanted is None and isinstance(model, nn.Sequential):
-        return list(dict.fromkeys(model.children()))
-    found = [unit.module for unit in find_units(model, wanted) if unit.name]
-    if not found:
-        raise ModelError(
-            "The model has no repeated blocks to cut between; name its blocks with units=(...), or use "
-            "pipeline_parallel=1."
-        )
-    return found
-
-
-def _runs(module: nn.Module, layer: Layer) -> bool:
-    return any(module in top.modules() for top in layer.modules)
-
-
-def _gated(module: nn.Module) -> bool:
-    return bool(module._parameters) or not module._modules
-
-
-def _is_absent(parameter: nn.Parameter) -> bool:
-    """Whether a parameter is of another chunk, whose values are not gathered."""
-    return isinstance(parameter, Absent)

@@ -1,7 +1,12 @@
-"""Checks of layers on the autograd graph of one forward, which also find the frames' own parameters of each layer."""
+"""Checks of layers on the autograd graph of one forward, which also find parameters that the code around blocks reads.
+
+A node of the graph that is older than its layer, and is reached without passing a value that enters the layer, belongs
+to an earlier layer: no message would bring its result.
+"""
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -12,82 +17,74 @@ from zeroshard.pipeline.cut.layers import Layer
 from zeroshard.pipeline.cut.probe import Probe
 
 
-class Weights(NamedTuple):
-    """The names of a model's parameters, and those that frames own, whose layer the graph shows."""
+@dataclass(frozen=True, slots=True)
+class GraphCheck:
+    """The check of one probe's layers.
 
-    names: dict[nn.Parameter, str]
-    free: set[nn.Parameter]
-
-
-def check_layers(layers: list[Layer], probe: Probe, output: Any, weights: Weights, carried: Carried, hint: str) -> None:
-    """Refuse values that no message brings to a layer; enter the frames' own parameters into layers.
-
-    Args:
-        output: of the model.
+    Attributes:
+        names: of the model's parameters.
+        free: parameters that frames own, whose layer the graph shows.
         hint: advice for the model, at the head of the way out.
-
-    Raises:
-        ModelError: with the layer and the parameter that such a value is made with.
     """
-    ends = [leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
-    if carried.needed:
-        _check_carried(layers, probe, ends, weights, carried)
-    else:
-        _check_chain(layers, probe, ends, weights, hint)
-    for parameter in weights.free - {p for layer in layers for p in layer.parameters.values()}:
-        layers[0].parameters[weights.names[parameter]] = parameter
 
+    layers: list[Layer]
+    probe: Probe
+    names: dict[Any, str]
+    free: set[nn.Parameter]
+    hint: str
 
-def _check_chain(layers: list[Layer], probe: Probe, ends: list[Any], weights: Weights, hint: str) -> None:
-    """Refuse a way from a layer's output back to earlier layers that does not pass its one input."""
-    for layer in layers:
-        starts = ends if layer.number == len(layers) - 1 else [probe.marks[layer.number]]
-        entrance = probe.marks[layer.number - 1] if layer.number else None
-        passed = {mark: n for n, mark in enumerate(probe.marks) if mark is not None and mark not in starts}
-        for node in _reach(starts, (entrance,)):
-            if node in passed:
-                raise ModelError(
-                    f"{layer.name!r} uses what entered {layers[passed[node] + 1].name!r}, past the layers between, so "
-                    f"the model is no chain; {hint}name other blocks with units=(...), or use pipeline_parallel=1."
-                )
-            _enter(node, layer, probe, weights, hint)
+    def run(self, output: Any, carried: Carried) -> None:
+        """Refuse values that no message brings to a layer; enter the parameters that a layer reads itself.
 
+        Args:
+            output: of the model.
 
-def _check_carried(layers: list[Layer], probe: Probe, ends: list[Any], weights: Weights, carried: Carried) -> None:
-    """Refuse a way from the values that a layer makes back to earlier layers that passes none of those it receives."""
-    learned = probe.learned
-    if learned.unknown:
-        number, shape = min(learned.unknown.items())
-        raise ModelError(
-            f"{layers[number].name!r} reads a tensor of shape {list(shape)} that was made with parameters by code "
-            f"which torch's functions do not show (an autograd.Function, a full backward hook, a view of memory that "
-            f"was overwritten), so no stage can send it. Move that code into a module, or use pipeline_parallel=1."
+        Raises:
+            ModelError: with the layer and the parameter that such a value is made with.
+        """
+        ends = [leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
+        marks, nodes = self.probe.marks, self.probe.learned.nodes
+        for layer in self.layers:
+            entrances: Collection[Any]
+            if carried.needed:
+                starts = [nodes[key] for key, (made, _) in carried.reach.items() if made == layer.number]
+                entrances = {nodes[key] for key in carried.at(layer.number)}
+            else:
+                starts = marks[layer.number : layer.number + 1]
+                entrances = marks[layer.number - 1 : layer.number] if layer.number else ()
+            self._check(layer, starts + (ends if layer is self.layers[-1] else []), entrances)
+        for parameter in self.free - {p for layer in self.layers for p in layer.parameters.values()}:
+            self.layers[0].parameters[self.names[parameter]] = parameter
+
+    def _check(self, layer: Layer, starts: Sequence[Any], entrances: Collection[Any]) -> None:
+        for node in _reach(starts, entrances):
+            parameter = self._parameter(node)
+            if parameter is not None:
+                layer.parameters.setdefault(self.names[parameter], parameter)
+            elif not hasattr(node, "variable") and node._sequence_nr() < self.probe.learned.began[layer.number]:
+                raise ModelError(self._refusal(layer, node))
+
+    def _refusal(self, layer: Layer, node: Any) -> str:
+        for number, shape in sorted(self.probe.learned.unknown.items()):
+            return (
+                f"{self.layers[number].name!r} reads a tensor of shape {list(shape)} that was made with parameters by "
+                f"code which torch's functions do not show (an autograd.Function, a full backward hook, a view of "
+                f"memory that was overwritten), so no stage can send it. Move that code into a module, or use "
+                f"pipeline_parallel=1."
+            )
+        below = (self._parameter(each) for each in _reach([node], ()))
+        name = next((self.names[parameter] for parameter in below if parameter is not None), node.name())
+        return (
+            f"{layer.name!r} uses something made with {name!r} that does not come through the layers before it (an "
+            f"attribute, or a variable around the model), so no stage can send it; {self.hint}return it from the "
+            f"module that makes it, or use pipeline_parallel=1."
         )
-    for layer in layers:
-        starts = [learned.nodes[key] for key, (made, _) in carried.reach.items() if made == layer.number]
-        starts += ends if layer.number == len(layers) - 1 else []
-        for node in _reach(starts, {learned.nodes[key] for key in carried.at(layer.number)}):
-            early = not hasattr(node, "variable") and node._sequence_nr() < learned.began[layer.number]
-            _enter(node, layer, probe, weights, "", early)
 
-
-def _enter(node: Any, layer: Layer, probe: Probe, weights: Weights, hint: str, early: bool = False) -> None:
-    """Enter a frame's own parameter into the layer that uses it.
-
-    Raises:
-        ModelError: the node is another layer's parameter, or `early`: an operation of an earlier layer.
-    """
-    variable = getattr(node, "variable", None)
-    variable = probe.stands_for.get(variable, variable)
-    if variable in weights.free:
-        layer.parameters[weights.names[variable]] = variable
-    elif early or (variable in weights.names and weights.names[variable] not in layer.parameters):
-        made = f"a result of {node.name()}" if early else repr(weights.names[variable])
-        raise ModelError(
-            f"{layer.name!r} uses something made with {made} that does not come through the "
-            f"layer before it, so the model is no chain; {hint}name other blocks with units=(...), or use "
-            f"pipeline_parallel=1."
-        )
+    def _parameter(self, node: Any) -> nn.Parameter | None:
+        """The parameter at a node of the graph; None if there is none."""
+        variable = getattr(node, "variable", None)
+        parameter = self.probe.stands_for.get(variable, variable)
+        return parameter if parameter in self.names else None
 
 
 def hint_of(model: nn.Module) -> str:

@@ -1,8 +1,14 @@
-"""Layers: what a chain is made of."""
+"""The layers of a chain, and the modules of a model that they are made of."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import nn
+
+from zeroshard.errors import ModelError
+from zeroshard.units import find_units
+from zeroshard.units.watched_parameters import Absent
 
 
 @dataclass(slots=True, eq=False)
@@ -18,3 +24,60 @@ class Layer:
     name: str
     modules: list[nn.Module] = field(default_factory=list)
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+
+
+class BufferLayers(NamedTuple):
+    """The layers that write a buffer; outside of the blocks also the layers whose surrounding code reads it."""
+
+    layers: set[int]
+    read: set[int]
+
+
+def refuse_mixture(model: nn.Module) -> None:
+    """Refuse a model that is partly on the meta device.
+
+    Raises:
+        ModelError: with a parameter of each kind.
+    """
+    kinds = {parameter.is_meta: name for name, parameter in model.named_parameters()}
+    if len(kinds) > 1:
+        raise ModelError(
+            f"The parameter {kinds[True]!r} is on the meta device and {kinds[False]!r} is real; to be cut into layers, "
+            f"a model must be wholly on meta, or wholly real."
+        )
+
+
+def blocks_of(model: nn.Module, wanted: Sequence[str] | None) -> list[nn.Module]:
+    """The blocks of a model: those named, the children of a `Sequential`, or the repeated ones.
+
+    Raises:
+        ModelError: there are none.
+    """
+    if wanted is None and isinstance(model, nn.Sequential):
+        return list(dict.fromkeys(model.children()))
+    found = [unit.module for unit in find_units(model, wanted) if unit.name]
+    if not found and wanted is None:  # one block that runs several times stands in a list of its own
+        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+        nested = {inner for each in lists for inner in each.modules() if inner is not each}
+        found = list(dict.fromkeys(block for each in lists if each not in nested for block in each))
+    if not found:
+        raise ModelError(
+            "The model has no repeated blocks to cut between; name its blocks with units=(...), or use "
+            "pipeline_parallel=1."
+        )
+    return found
+
+
+def runs_in(module: nn.Module, layer: Layer) -> bool:
+    """Whether a module runs in a layer."""
+    return any(module in top.modules() for top in layer.modules)
+
+
+def is_gated(module: nn.Module) -> bool:
+    """Whether a module outside of the blocks has a gate: it has parameters of its own, or no modules inside."""
+    return bool(module._parameters) or not module._modules
+
+
+def is_absent(parameter: nn.Parameter) -> bool:
+    """Whether a parameter is of another chunk, whose values are not gathered."""
+    return isinstance(parameter, Absent)

@@ -130,13 +130,17 @@ class Probe:
     @contextmanager
     def leaving(self, model: nn.Module) -> Iterator[None]:
         """Note the model's output inside."""
-        handle = model.register_forward_hook(lambda module, args, output: self.origins.leave(tree_leaves(output)))
+        handle = model.register_forward_hook(self._leave)
         inner = register_module_forward_hook(self._note_inner)
         try:
             yield
         finally:
             handle.remove()
             inner.remove()
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.origins.leave(tree_leaves(output))
+        self.learned.takes(output)
 
     def _note_inner(self, module: nn.Module, args: Any, output: Any) -> None:
         """Enter the results of a module inside of a gated one."""
