@@ -137,21 +137,6 @@ def test_plans_that_cannot_be(name: str) -> None:
         assert word in str(error.value)
 
 
-class Skip(Plain):
-    """What comes out of the first block is used again at the end."""
-
-    def body(self, x: Tensor, step: int) -> Tensor:
-        first = self.blocks[0](x)
-        return first + self.blocks[2](self.blocks[1](first))
-
-
-class Tap(Plain):
-    """The loss takes in a weight of the first block."""
-
-    def body(self, x: Tensor, step: int) -> Tensor:
-        return super().body(x, step) * self.blocks[0].up.weight.square().mean()
-
-
 class Idle(Plain):
     """The middle block never runs."""
 
@@ -191,7 +176,7 @@ class HalfMeta(Plain):
 ODD: dict[str, Callable[[], nn.Module]] = {
     **MODELS,
     **LONGER,
-    **{kind.__name__: kind for kind in (Skip, Tap, Idle, Ragged, HalfMeta)},
+    **{kind.__name__: kind for kind in (Idle, Ragged, HalfMeta)},
 }
 TWO = {"pipeline_parallel": 2, "microbatches": 2}
 # Ranks, model, plan, error, and words in its message.
@@ -245,21 +230,12 @@ REFUSED: dict[str, tuple[int, str, dict[str, Any], str, list[str]]] = {
         "PlanError",
         ["split=('blocks.1', 'blocks.1')", "order of the layers"],
     ),
-    "skip": (
-        2,
-        "Skip",
-        TWO,
-        "ModelError",
-        ["'suffix' uses something made with 'blocks.0.", "no chain", "pipeline_parallel=1"],
-    ),
-    "tap": (2, "Tap", TWO, "ModelError", ["made with 'blocks.0.up.weight'", "no chain", "units=(...)"]),
-    "twice": (2, "Twice", TWO, "ModelError", ["'blocks.0' runs twice", "units=(...)", "pipeline_parallel=1"]),
     "checkpointed": (
         2,
-        "Checkpointed",
+        "CheckpointedReentrant",
         TWO,
         "ModelError",
-        ["'blocks.0' runs under torch.no_grad or torch.utils.checkpoint", "recompute='blocks'", "pipeline_parallel=1"],
+        ["'blocks.0' runs under torch.no_grad, or under", "use_reentrant=True", "recompute='blocks'"],
     ),
     "idle": (2, "Idle", TWO, "ModelError", ["'blocks.1' did not run", "units=(...)"]),
     "no-blocks": (2, "Tiny", TWO, "ModelError", ["no repeated blocks", "units=(...)", "pipeline_parallel=1"]),

@@ -110,6 +110,14 @@ def tied_far() -> nn.Module:
     return model
 
 
+class Tap(Plain):
+    """The loss takes in a weight of the first block, and its output."""
+
+    def body(self, x: Tensor, step: int) -> Tensor:
+        first = self.blocks[0](x)
+        return self.blocks[2](self.blocks[1](first)) * self.blocks[0].up.weight.square().mean() + first
+
+
 class UNet(nn.Module):
     """Skips in the order of a stack, over tensors of other shapes."""
 
@@ -234,6 +242,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
     "around-each": (AroundEach, tokens),
     "nested": (Nested, tokens),
     "far": (Far, tokens),
+    "tap": (Tap, tokens),
     "tied-far": (tied_far, tokens),
     "u-net": (UNet, images),
     "encoder-decoder": (EncoderDecoder, tokens),

@@ -12,7 +12,7 @@ needs no change.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from zeroshard.errors import BatchError
+from zeroshard.pipeline.cut.layers import Layer
 from zeroshard.pipeline.cut.origins import ReturnedValue
 
 WRITTEN, UNDER = -1, -2  # the leaf of a function that wrote into its first argument, and of what that is a view of
@@ -49,7 +50,7 @@ class Carried:
         return {key for key, (made, last) in self.reach.items() if made < boundary <= last}
 
 
-class _AroundBlocks(TorchFunctionMode):
+class _FrameFunctions(TorchFunctionMode):
     """A mode that numbers the functions of the code around the blocks.
 
     Attributes:
@@ -115,7 +116,7 @@ class _AroundBlocks(TorchFunctionMode):
         raise NotImplementedError
 
 
-class LearnedValues(_AroundBlocks):
+class LearnedValues(_FrameFunctions):
     """Follows values with a gradient through the code around the blocks, in the forward of the example.
 
     Attributes:
@@ -126,6 +127,7 @@ class LearnedValues(_AroundBlocks):
         written: keys of values that were overwritten.
         unknown: by layer, the shape of a learned tensor of unknown origin that it read.
         began: by phase, the number that autograd gives to the next node.
+        outer: by the name of a module that ran inside of a gated one, the other's name.
     """
 
     def __init__(self) -> None:
@@ -137,6 +139,7 @@ class LearnedValues(_AroundBlocks):
         self.written: set[ReturnedValue] = set()
         self.unknown: dict[int, tuple[int, ...]] = {}
         self.began: list[int] = [0]
+        self.outer: dict[str, str] = {}
         self._keys: dict[int, tuple[list[ReturnedValue], int]] = {}  # by id: keys, and the version of the values
         self._inner: set[ReturnedValue] = set()
         self._marked: set[int] = set()  # copies of activations, which enter blocks
@@ -162,8 +165,9 @@ class LearnedValues(_AroundBlocks):
             self.layer_of[key], self.nodes[key] = self.phase, leaf.grad_fn
         return leaf
 
-    def inner(self, path: str, call: int, output: Any) -> None:
-        """Enter the results of a module inside of a running one, which hooks may take out."""
+    def inner(self, path: str, call: int, output: Any, outer: str) -> None:
+        """Enter the results of a module inside of a running one, `outer`, which hooks may take out."""
+        self.outer[path] = outer
         for n, leaf in enumerate(tree_leaves(output)):
             if isinstance(leaf, Tensor) and id(leaf) not in self._keys:
                 self._inner.add(ReturnedValue(path, call, n))
@@ -214,7 +218,7 @@ class LearnedValues(_AroundBlocks):
         return Carried(reach, self.written, needed)
 
 
-class Passing(_AroundBlocks):
+class Passing(_FrameFunctions):
     """The carried values in one forward of a range of layers.
 
     Args:
@@ -242,7 +246,7 @@ class Passing(_AroundBlocks):
             self._made[key] = leaf
         return leaf
 
-    def message(self, names: list[str]) -> Tensor:
+    def message(self, layers: Sequence[Layer]) -> Tensor:
         """The packed values [N] that enter the last layer, in the widest of their dtypes.
 
         Raises:
@@ -251,9 +255,9 @@ class Passing(_AroundBlocks):
         absent = self._out - self._made.keys()
         if absent:
             raise BatchError(
-                f"{names[self._last]!r} or a later layer reads the result of {min(absent).path!r} in the example, "
-                f"which was not made for this microbatch. Give every microbatch the way of the example through the "
-                f"model's code, or use pipeline_parallel=1."
+                f"{layers[self._last].name!r} or a later layer reads the result of {min(absent).path!r} in the "
+                f"example, which was not made for this microbatch. Give every microbatch the way of the example "
+                f"through the model's code, or use pipeline_parallel=1."
             )
         values = list(self._made.values())
         if not values:
@@ -263,7 +267,7 @@ class Passing(_AroundBlocks):
             dtype = torch.promote_types(dtype, value.dtype)
         return torch.cat([value.to(dtype).reshape(-1) for value in values])
 
-    def check(self, names: list[str]) -> None:
+    def check(self, layers: Sequence[Layer]) -> None:
         """Refuse a message that was not used up by the placeholders before the first layer.
 
         Raises:
@@ -271,9 +275,9 @@ class Passing(_AroundBlocks):
         """
         if self._message is not None and self._start != self._message.numel():
             raise BatchError(
-                f"{self._message.numel():,} elements enter {names[self._first]!r} from the stage before, and this "
-                f"stage expects {self._start:,}; the shapes of values between blocks must follow from the shapes of "
-                f"the microbatch, and the model's code must take the way of the example."
+                f"{self._message.numel():,} elements enter {layers[self._first].name!r} from the stage before, and "
+                f"this stage expects {self._start:,}; the shapes of values between blocks must follow from the shapes "
+                f"of the microbatch, and the model's code must take the way of the example."
             )
 
     def _cut(self, key: ReturnedValue, leaf: Tensor) -> Tensor:

@@ -116,7 +116,6 @@ class Chain:
         self.frames = frames
         self.placeholders = Placeholders()
         self.crossing, self.carried = Crossing(), Carried()
-        self._inner: dict[nn.Module, Gate] = {}  # of modules inside of others, whose results hooks take out
         self.written: dict[tuple[nn.Module, str], BufferLayers] = {}
         try:
             self.layers = self._find_layers(model, frames, forward, device)
@@ -124,7 +123,6 @@ class Chain:
             for gate in self._gates:
                 gate.remove()
             raise
-        self._names = [layer.name for layer in self.layers]
         places = [(m, layer.number) for layer in self.layers for top in layer.modules for m in top.modules()]
         self._first_layer = dict(reversed(places))
 
@@ -176,7 +174,7 @@ class Chain:
         passage = self._passage = _Passage(first, last, hidden, entered, bypass)
         if self.carried.needed:
             passage.passing = Passing(self.carried, first, hidden, last)
-            passage.hidden = passage.entered = None
+            passage.hidden = None
         try:
             on_device = self.placeholders.on_device(self.model, self._device)
             around = passage.passing or nullcontext()
@@ -264,12 +262,12 @@ class Chain:
 
     def _leaving(self, passage: _Passage, tree: Any, place: int, gate: Gate) -> Tensor:
         """The input of the first layer that does not run."""
-        return activation_at(tree, place, gate) if passage.passing is None else passage.passing.message(self._names)
+        return activation_at(tree, place, gate) if passage.passing is None else passage.passing.message(self.layers)
 
     def _entering(self, passage: _Passage, tree: Any, place: int, gate: Gate) -> Any:
         """The arguments of a block, or the last block's output for the code after the blocks."""
         if passage.phase == passage.first and passage.passing is not None:
-            passage.passing.check(self._names)
+            passage.passing.check(self.layers)
         if passage.phase == passage.first and passage.hidden is not None:
             return with_activation(tree, place, passage.hidden)
         if passage.entered is not None and passage.first < passage.phase:
@@ -289,11 +287,10 @@ class Chain:
                 passage.inside = False
             return self._own(passage, gate, number, output) if layer is not None else output
         output = self.placeholders.of(gate.module, gate.inner, args, kwargs, gate.overwritten)
-        for module, shown in self.placeholders.inside(gate.module, args, kwargs) if self._inner else ():
-            inner = self._inner[module]
+        for inner, shown in self.placeholders.inside(gate.module, args, kwargs):
             assert passage.bypass is not None
             passage.shown = self._stand_in(passage, inner, passage.bypass.call(inner.path), shown)
-            module()  # for its hooks
+            inner.module()  # for its hooks
         return self._stand_in(passage, gate, number, output)
 
     def _own(self, passage: _Passage, gate: Gate, number: int, output: Any) -> Any:
@@ -320,7 +317,7 @@ class Chain:
             shown, passage.shown = passage.shown, None
             return shown
         output = gate.inner(*args, **kwargs)
-        if self.placeholders.note(gate.module, output) or passage is None or passage.passing is None:
+        if self.placeholders.note(gate, output) or passage is None or passage.passing is None:
             return output
         assert passage.bypass is not None
         return self._own(passage, gate, passage.bypass.call(gate.path), output)
@@ -427,7 +424,7 @@ class Chain:
             self.carried.written.update(*(probe.learned.entered.get(layer, ()) for layer in self._overwritten))
             GraphCheck(layers, probe, names, free, hint_of(self.model)).run(output, self.carried)
         self._gate_inner(probe)
-        for site in probe.changed:
+        for site in probe.uses.changed:
             module = site[0]
             where = {layer.number for layer in layers if runs_in(module, layer)}
             if module not in self._learned:
@@ -438,24 +435,23 @@ class Chain:
     def _gate_inner(self, probe: Probe) -> None:
         """Put gates around modules inside of others whose results cross boundaries."""
         modules = {path: module for module, path in self._paths.items()}
-        for path in dict.fromkeys(key.path for key in self.carried.reach if key.path in probe.outer):
-            if self.carried.needed:
-                self._inner[modules[path]] = Gate(self._enter_inner, path, modules[path])
-        self.placeholders.inner = set(self._inner)
-        self._gates += self._inner.values()
+        carried = self.carried.reach if self.carried.needed else ()
+        for path in dict.fromkeys(key.path for key in carried if key.path in probe.learned.outer):
+            self.placeholders.inner[modules[path]] = Gate(self._enter_inner, path, modules[path])
+        self._gates += self.placeholders.inner.values()
 
     def _run_probe(
         self, stack: ExitStack, forward: Callable[[], Any], device: torch.device | None, calls: float
     ) -> tuple[Probe, Any]:
         """One forward under a probe, and its output; `stack` restores the model."""
-        probe = self._probe = Probe(set(self._numbers), calls, self.placeholders, self._paths, device)
+        probe = self._probe = Probe(set(self._numbers), calls, self.placeholders, device)
         stack.enter_context(all_trainable(self.model))
         if device is not None:
             stack.enter_context(without_weights(self.model, probe, self._learned, device))
-        probe.changed = stack.enter_context(unchanged(self.model))
-        probe.uses = BufferUses(module for module in self._paths if module not in self._learned)
+        changed = stack.enter_context(unchanged(self.model))
+        probe.uses = BufferUses((module for module in self._paths if module not in self._learned), changed)
         try:
-            with probe.uses, probe.origins, probe.leaving(self.model), probe.learned:
+            with probe.uses, probe.origins, probe.listening(self.model, self._paths), probe.learned:
                 output = forward()
             probe.uses.look(len(probe.order) + 1)
         except (RuntimeError, NotImplementedError) as error:

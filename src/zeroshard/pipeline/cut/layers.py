@@ -56,6 +56,8 @@ def blocks_of(model: nn.Module, wanted: Sequence[str] | None) -> list[nn.Module]
     if wanted is None and isinstance(model, nn.Sequential):
         return list(dict.fromkeys(model.children()))
     found = [unit.module for unit in find_units(model, wanted) if unit.name]
+    while any(isinstance(block, nn.ModuleList) for block in found):  # lists are not called
+        found = [each for block in found for each in (block if isinstance(block, nn.ModuleList) else [block])]
     if not found and wanted is None:  # one block that runs several times stands in a list of its own
         lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
         nested = {inner for each in lists for inner in each.modules() if inner is not each}

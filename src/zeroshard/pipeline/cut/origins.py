@@ -98,6 +98,11 @@ class Origins(TorchDispatchMode):
         finally:
             self._paused = before
 
+    @property
+    def running(self) -> str | None:
+        """The name of the gated module that runs."""
+        return None if self._call is None else self._call.path
+
     @contextmanager
     def call(self, path: str, layer: int, args: Any, has_parameters: bool) -> Iterator[_Call | None]:
         """Follow a gated module's call; None inside of another's, which includes it."""

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from zeroshard.errors import ModelError
+from zeroshard.pipeline.cut.gates import Gate
 from zeroshard.units.forwards import instead
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")  # called with a module's input and output
@@ -23,13 +24,13 @@ class Placeholders:
     """A cache of output shapes by module and input shapes.
 
     Attributes:
-        inner: modules inside of others, whose shapes are known with theirs.
+        inner: gates of modules inside of others, whose shapes are known with theirs.
     """
 
     def __init__(self) -> None:
-        self.inner: set[nn.Module] = set()
-        self._inside: list[tuple[nn.Module, _Flat]] | None = None  # calls of `inner` in a forward on meta
-        self._known: dict[Any, tuple[_Flat, list[tuple[nn.Module, _Flat]]]] = {}
+        self.inner: dict[nn.Module, Gate] = {}
+        self._inside: list[tuple[Gate, _Flat]] | None = None  # calls of `inner` in a forward on meta
+        self._known: dict[Any, tuple[_Flat, list[tuple[Gate, _Flat]]]] = {}
         self._recorded: dict[Any, tuple[list[Any], _Flat]] = {}
         self._on_meta: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] | None = None
 
@@ -64,10 +65,10 @@ class Placeholders:
             for module, name, parameter, _ in sites_now:
                 module._parameters[name] = parameter
 
-    def note(self, module: nn.Module, output: Any) -> bool:
+    def note(self, gate: Gate, output: Any) -> bool:
         """Whether only shapes are looked for; then notes those of a module inside of another."""
         if self._inside is not None:
-            self._inside.append((module, tree_flatten(tree_map(_shape_of, output))))
+            self._inside.append((gate, tree_flatten(tree_map(_shape_of, output))))
         return self._inside is not None
 
     def of(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, writable: bool = False) -> Any:
@@ -84,14 +85,14 @@ class Placeholders:
             self._known[key] = self._shapes(module, forward, key, args, kwargs)
         return _placeholder_tree(self._known[key][0], args, kwargs, writable)
 
-    def inside(self, module: nn.Module, args: Any, kwargs: Any) -> list[tuple[nn.Module, Any]]:
+    def inside(self, module: nn.Module, args: Any, kwargs: Any) -> list[tuple[Gate, Any]]:
         """The calls of `inner` modules in a forward that `of` has followed, with placeholders for their outputs."""
-        calls = self._known[_key(module, args, kwargs)][1]
+        calls = self._known[_key(module, args, kwargs)][1] if self.inner else []
         return [(inner, _placeholder_tree(flat, args, kwargs, writable=False)) for inner, flat in calls]
 
     def _shapes(
         self, module: nn.Module, forward: Callable[..., Any], key: Any, args: Any, kwargs: Any
-    ) -> tuple["_Flat", list[tuple[nn.Module, "_Flat"]]]:
+    ) -> tuple["_Flat", list[tuple[Gate, "_Flat"]]]:
         def to_meta(leaf: Any) -> Any:
             with torch._C.DisableTorchFunctionSubclass():  # the values of a parameter may be on other ranks
                 return torch.empty_like(leaf, device="meta") if isinstance(leaf, Tensor) else leaf
@@ -108,7 +109,7 @@ class Placeholders:
                 output = functional_call(module, tree_map(to_meta, state), meta_args, meta_kwargs)
             return tree_flatten(tree_map(_shape_of, output)), self._inside
         except Exception as error:
-            recorded = {} if self.inner & set(module.modules()) else self._recorded
+            recorded = {} if set(self.inner).intersection(module.modules()) else self._recorded
             if key in recorded:
                 return recorded[key][1], []
             shapes = tree_leaves(tree_map(_shape_of, (args, kwargs)))

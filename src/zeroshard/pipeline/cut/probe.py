@@ -41,7 +41,6 @@ class Probe:
         blocks: the modules between which the model can be cut.
         calls: calls of blocks in a forward; infinite if they are only counted.
         placeholders: records every output's shape.
-        paths: names of modules.
         device: device for the frames of a model on meta; None if the model runs as it is.
 
     Attributes:
@@ -51,11 +50,10 @@ class Probe:
         marks: their nodes in the graph; None without a gradient.
         returned: by id, returned tensors with their gates, and their latest versions left by modules.
         stands_for: the original of each parameter that was replaced for the forward.
-        uses: of buffers by phase; changed: buffers that the forward changed, once the model is restored.
+        uses: of buffers by phase.
         origins: origins of values that layers read beside the activation.
         learned: values with a gradient around the blocks.
         recomputed: whether a block runs under torch.utils.checkpoint.
-        outer: by the name of a module that ran inside of a gated one, the other's name.
     """
 
     def __init__(
@@ -63,10 +61,9 @@ class Probe:
         blocks: set[nn.Module],
         calls: float,
         placeholders: Placeholders,
-        paths: Mapping[nn.Module, str],
         device: torch.device | None = None,
     ) -> None:
-        self._blocks, self._calls_of_blocks, self._paths = blocks, calls, paths
+        self._blocks, self._calls_of_blocks = blocks, calls
         self._placeholders, self._device = placeholders, device
         self.order: list[nn.Module] = []
         self.phases: dict[nn.Module, set[int]] = {}
@@ -74,12 +71,10 @@ class Probe:
         self.marks: list[Any] = []
         self.returned: dict[int, tuple[Gate, Tensor, int]] = {}
         self.stands_for: dict[Any, nn.Parameter] = {}
-        self.uses, self.changed = BufferUses(()), set[Site]()
+        self.uses = BufferUses(())
         self.origins, self.learned = Origins(), LearnedValues()
         self.recomputed = False
-        self.outer: dict[str, str] = {}
         self._calls: Counter[str] = Counter()
-        self._running: Gate | None = None
         self._apart = False
 
     def enter(self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -128,28 +123,26 @@ class Probe:
             self.uses.look(self._phase)
 
     @contextmanager
-    def leaving(self, model: nn.Module) -> Iterator[None]:
-        """Note the model's output inside."""
-        handle = model.register_forward_hook(self._leave)
-        inner = register_module_forward_hook(self._note_inner)
+    def listening(self, model: nn.Module, paths: Mapping[nn.Module, str]) -> Iterator[None]:
+        """Note the model's output inside, and the results of modules inside of gated ones."""
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            self.origins.leave(tree_leaves(output))
+            self.learned.takes(output)
+
+        def inner(module: nn.Module, args: Any, output: Any) -> None:
+            path, outer = paths.get(module), self.origins.running
+            if path is not None and outer is not None and not self._apart and path != outer:
+                self.learned.inner(path, self._calls[path], output, outer)
+                self.origins.inner(path, self._calls[path], tree_leaves(output))
+                self._calls[path] += 1
+
+        handles = model.register_forward_hook(leave), register_module_forward_hook(inner)
         try:
             yield
         finally:
-            handle.remove()
-            inner.remove()
-
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.origins.leave(tree_leaves(output))
-        self.learned.takes(output)
-
-    def _note_inner(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Enter the results of a module inside of a gated one."""
-        path = self._paths.get(module)
-        if path is not None and self._running is not None and not self._apart and path != self._running.path:
-            self.outer[path] = self._running.path
-            self.learned.inner(path, self._calls[path], output)
-            self.origins.inner(path, self._calls[path], tree_leaves(output))
-            self._calls[path] += 1
+            for handle in handles:
+                handle.remove()
 
     def _call(self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module, and enter its output as its sources."""
@@ -157,19 +150,21 @@ class Probe:
         with self.origins.call(gate.path, self._phase, (args, kwargs), has_parameters) as call:
             if call is not None:
                 self.learned.takes((args, kwargs))
-                self._running = gate
             output = self._run(gate, args, kwargs)
         leaves = tree_leaves(output)
         if gate.module not in self._blocks:
             gate.learned |= any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
         if call is not None:
-            self._running = None
             self.origins.returned(call, self._calls[gate.path], leaves, gate.learned)
             self.learned.returned(gate.path, self._calls[gate.path], output)
             self._calls[gate.path] += 1
         return output
 
     def _run(self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for leaf in tree_leaves((args, kwargs)):
+            if id(leaf) in self.returned:
+                maker, _, version = self.returned[id(leaf)]
+                maker.overwritten |= leaf._version > version
         if self._device is None or self._apart or next(gate.module.parameters(), None) is None:
             output = gate.inner(*args, **kwargs)
             open_up(output, gate, (args, kwargs))
@@ -221,13 +216,15 @@ class BufferUses(TorchFunctionMode):
     Attributes:
         phases: by buffer, the phases that write it; buffers without writes are left out.
         read: by buffer, the phases that read it.
+        changed: as given: buffers that the whole forward changed, once the model is restored.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    def __init__(self, modules: Iterable[nn.Module], changed: set[Site] | None = None) -> None:
         super().__init__()
         self._modules = [module for module in modules if module._buffers]
         self.phases: dict[Site, set[int]] = {}
         self.read: dict[Site, set[int]] = {}
+        self.changed = set() if changed is None else changed
         self._values = self._now()
         self._reads: set[Site] = set()
 
