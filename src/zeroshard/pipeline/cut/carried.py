@@ -165,7 +165,7 @@ class LearnedValues(_FrameFunctions):
             self.layer_of[key], self.nodes[key] = self.phase, leaf.grad_fn
         return leaf
 
-    def inner(self, path: str, call: int, output: Any, outer: str) -> None:
+    def came_out(self, path: str, call: int, output: Any, outer: str) -> None:
         """Enter the results of a module inside of a running one, `outer`, which hooks may take out."""
         self.outer[path] = outer
         for n, leaf in enumerate(tree_leaves(output)):

@@ -133,7 +133,7 @@ class Probe:
         def inner(module: nn.Module, args: Any, output: Any) -> None:
             path, outer = paths.get(module), self.origins.running
             if path is not None and outer is not None and not self._apart and path != outer:
-                self.learned.inner(path, self._calls[path], output, outer)
+                self.learned.came_out(path, self._calls[path], output, outer)
                 self.origins.inner(path, self._calls[path], tree_leaves(output))
                 self._calls[path] += 1
 
