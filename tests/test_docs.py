@@ -17,6 +17,7 @@ from pool import Pool
 
 import zeroshard as zs
 from zeroshard.cli.checkpoint import OPTIONS as CHECKPOINT_OPTIONS
+from zeroshard.cli.compare import CompareOptions
 from zeroshard.cli.completion import CompletionOptions
 from zeroshard.cli.doctor import DoctorOptions
 from zeroshard.cli.evaluate import EvaluateOptions
@@ -49,6 +50,7 @@ COMMANDS: dict[str, Any] = {
     "doctor": DoctorOptions,
     "reproduce": ReproduceOptions,
     "report": ReportOptions,
+    "compare": CompareOptions,
     "simulate": SimulateOptions,
     "profile": ProfileOptions,
     "partition": PartitionOptions,

@@ -367,7 +367,6 @@ SMALL_FILES = {  # short files that one other imports, with the reason
     "precision.choice": ANSWERS,
     "recompute.choice": ANSWERS,
     "rng.choice": ANSWERS,
-    "report.traffic_figure": "one figure of the page in each file",
     "supervisor.scratch": "folders of killed supervisors, apart from the leader's decisions",
     "zero.residency": "the table of ZeRO's stages, which systems A5 to A7 point at",
 }
@@ -442,7 +441,7 @@ TECHNIQUES = (  # words of techniques, and of the attributes that hold their obj
 RECORDS = {  # options of a command or a file, and what is written down: as many fields as there are facts
     *("plan.Plan", "cli.plan_options.PlanOptions", "cli.simulate.SimulateOptions", "train.config.TrainConfig"),
     *("doctor.facts.Facts", "doctor.profile.MachineProfile", "planner.predict.result.Prediction"),
-    "planner.predict.rehearse.Rehearsed",
+    *("planner.predict.rehearse.Rehearsed", "report.run_records.Summary"),
 }
 LARGE = {  # classes above the limits
     "planning.questions.Choice": "every question of the planner to a technique",

@@ -1,129 +1,58 @@
 import math
 import random
-import re
-import xml.etree.ElementTree as ET
-from fractions import Fraction
-from itertools import pairwise
 
 import pytest
 
 from zeroshard.report.chart import (
-    NARROW,
-    WIDE,
-    Canvas,
-    band_path,
-    bytes_axis,
-    covering_axis,
-    crosses_path,
-    dots_path,
-    fitted_axis,
-    line_path,
-    nice_ticks,
+    HUES,
+    area,
+    byte_unit,
+    colour,
+    dash,
+    line,
+    number,
     running_mean,
     smoothing_radius,
     thin,
+    time_unit,
 )
 
-
-def _numbers(words: str) -> list[float]:
-    return [float(n) for n in re.findall(r"-?\d+(?:\.\d+)?", words)]
-
-
-def test_a_canvas_is_an_image_with_an_escaped_title() -> None:
-    canvas = Canvas(WIDE, "a < b & c")
-    canvas.text((1, 2), "<script>", "tick")
-    markup = str(canvas.to_markup())
-    root = ET.fromstring(markup)
-    assert root.get("role") == "img"
-    assert root[0].tag == "title"
-    assert root[0].text == "a < b & c"
-    assert "<script>" not in markup
-
-
-def test_axes_label_every_tick_inside_the_drawing() -> None:
-    x, y = fitted_axis("step", 1, 600, NARROW.x_ticks), covering_axis("loss", 2, 8)
-    canvas = Canvas(NARROW, "axes")
-    canvas.axes(x, y)
-    texts = {text.text: text for text in canvas.root.iter("text")}
-    assert {label for _, label in (*x.ticks, *y.ticks)} | {"step", "loss"} == set(texts)
-    assert all(0 <= float(text.get("x", "-1")) <= NARROW.width for text in texts.values())
-    assert all(0 <= float(text.get("y", "-1")) <= NARROW.height for text in texts.values())
-
-
-def test_lines_and_dots() -> None:
-    assert line_path([(0, 1), (2.04, 3.06)]) == "M0 1L2 3.1"
-    assert line_path([(4, 5)]) == dots_path([(4, 5)]) == "M4 5h0"
-    assert line_path([]) == ""
-    assert crosses_path([(10, 10)]) == "M7 7l6 6m-6 0l6 -6"
-
-
-def test_a_band_encloses_the_area_between_its_edges() -> None:
-    # 10 wide and 4 high, then 20 wide and 7 high
-    path = band_path([0, 10, 30], lower=[100, 90], upper=[96, 83])
-    x, y = _numbers(path.split("V")[0])
-    area = 0.0
-    for command, value in re.findall(r"([VH])([\d.]+)", path):
-        if command == "V":
-            y = float(value)
-        else:
-            area += (float(value) - x) * -y
-            x = float(value)
-    assert area == 10 * 4 + 20 * 7
-
-
-RANGES = [(0.0, 1.0), (1.97, 8.03), (0.0, 1e-7), (2.2101, 2.2109), (3.0, 3.0), (0.0, 0.0), (-4.0, 9.0), (1.0, 1e5)]
-
-
-@pytest.mark.parametrize(("low", "high"), RANGES)
-def test_ticks_cover_the_range_without_a_spare_one(low: float, high: float) -> None:
-    ticks = nice_ticks(low, high)
-    assert ticks[0] <= low <= ticks[1]
-    assert ticks[-1] >= high
-    assert len(ticks) == 2 or ticks[-2] < high
-
-
-@pytest.mark.parametrize(("low", "high"), RANGES)
-def test_ticks_are_round_multiples_of_one_two_or_five(low: float, high: float) -> None:
-    ticks = [Fraction(repr(tick)) for tick in nice_ticks(low, high)]
-    steps = {after - before for before, after in pairwise(ticks)}
-    assert len(steps) == 1
-    step = steps.pop()
-    assert all((tick / step).denominator == 1 for tick in ticks)
-    leading = step / Fraction(10) ** math.floor(math.log10(step))
-    assert leading in (1, 2, 5)
-
-
-@pytest.mark.parametrize(("low", "high"), RANGES)
-def test_there_are_neither_few_nor_many_ticks(low: float, high: float) -> None:
-    assert 2 <= len(nice_ticks(low, high)) <= 9
-
-
-def test_a_covering_axis_maps_its_ends_to_zero_and_one() -> None:
-    axis = covering_axis("loss", 1.97, 8.03)
-    assert (axis.fraction(axis.low), axis.fraction(axis.high)) == (0.0, 1.0)
-    assert 0 < axis.fraction(1.97) < axis.fraction(8.03) < 1
-
-
-def test_a_fitted_axis_ends_with_the_data_and_keeps_whole_steps_whole() -> None:
-    axis = fitted_axis("step", 1, 4, whole=True)
-    assert (axis.low, axis.high) == (1, 4)
-    assert axis.ticks == ((1.0, "1"), (2.0, "2"), (3.0, "3"), (4.0, "4"))
-
-
-def test_a_fitted_axis_of_one_step_still_has_a_width() -> None:
-    axis = fitted_axis("step", 7, 7, whole=True)
-    assert axis.fraction(7) == 0.5
-    assert axis.ticks == ((7.0, "7"),)
-
-
-def test_byte_ticks_are_round_in_their_unit() -> None:
-    axis = bytes_axis("bytes", 165 * 2**20)
-    assert [label for _, label in axis.ticks] == ["0 MiB", "50 MiB", "100 MiB", "150 MiB", "200 MiB"]
-    assert [value for value, _ in axis.ticks] == [n * 2**20 for n in (0, 50, 100, 150, 200)]
-    assert bytes_axis("bytes", 0).high == 1
-
-
 Point = tuple[float, float]
+
+
+def test_numbers_are_those_that_json_holds() -> None:
+    assert [number(n) for n in (math.nan, math.inf, -math.inf)] == [None] * 3
+    assert (number(3.0), number(1 / 3), number(2.0**40)) == (3, 0.333333, 2**40)
+    assert type(number(3.0)) is int
+
+
+def test_a_line_of_one_point_is_a_dot() -> None:
+    assert line("a", [1.0], [2.0], "var(--ink)")["mode"] == "markers"
+    drawn = line("a", [1.0, 2.0], [2.0, math.nan], "var(--ink)", width=3, dash="dot", visible="legendonly")
+    assert (drawn["mode"], drawn["y"], drawn["visible"]) == ("lines", [2, None], "legendonly")
+    assert drawn["line"] == {"color": "var(--ink)", "width": 3, "dash": "dot"}
+
+
+def test_areas_are_stacked_steps() -> None:
+    drawn = area("a", [0.0, 1.0], [2.0, 3.0], colour(1))
+    assert (drawn["stackgroup"], drawn["line"]["shape"], drawn["fillcolor"]) == ("one", "hv", "var(--hue1)")
+
+
+def test_lines_beyond_the_colours_differ_in_their_dashes() -> None:
+    kinds = {(colour(i), dash(i)) for i in range(4 * HUES)}
+    assert len(kinds) == 4 * HUES
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "unit"),
+    [(0, (1, "B")), (1023, (1, "B")), (1024, (1024, "KiB")), (5 * 2**20, (2**20, "MiB")), (2**45, (2**30, "GiB"))],
+)
+def test_units_of_bytes_are_those_of_the_largest(nbytes: float, unit: tuple[float, str]) -> None:
+    assert byte_unit(nbytes) == unit
+
+
+def test_units_of_times_are_those_of_the_largest() -> None:
+    assert [time_unit(n)[1] for n in (3.0, 0.5, 1e-4)] == ["s", "ms", "µs"]
 
 
 def _thin(points: list[Point], buckets: int) -> list[Point]:

@@ -23,8 +23,8 @@ from zeroshard.report.offload_timeline import (
     write_offload_timeline,
 )
 from zeroshard.report.page import write_report
+from zeroshard.report.run_charts import _CAUSES, _OTHER
 from zeroshard.report.timeline_figure import LEFT, RIGHT, WIDEST, _luminance
-from zeroshard.report.traffic_figure import _CAUSES, _OTHER
 from zeroshard.traffic import BETWEEN_TIERS, COMPUTE, DISK, QUEUES, UPDATE
 from zeroshard.train.trace import OffloadTrace
 
@@ -136,7 +136,9 @@ def test_every_cause_has_the_colour_of_the_chart_of_exposed_seconds() -> None:
     for hue, colour in re.findall(r"--(hue\d): (#\w{6});", style):
         hues.setdefault(hue, []).append(colour)
     causes = COLOURS.keys() - {"forward", "backward"}
-    assert {cause: list(COLOURS[cause]) for cause in causes} == {c: hues[_CAUSES.get(c, _OTHER)] for c in causes}
+    assert {cause: list(COLOURS[cause]) for cause in causes} == {
+        c: hues[f"hue{_CAUSES.get(c, _OTHER)}"] for c in causes
+    }
 
 
 def test_the_trace_has_a_thread_for_each_lane(tmp_path: Path) -> None:

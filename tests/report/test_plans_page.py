@@ -2,9 +2,7 @@
 
 import json
 import re
-import xml.etree.ElementTree as ET
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -13,10 +11,9 @@ from predictions import AT_PEAK, GIB, later, piped, prediction
 from zeroshard.errors import ReportError
 from zeroshard.plan import Plan
 from zeroshard.planner.predict.result import Found, Refusal
-from zeroshard.report.plans_figure import PlanPoint, plans_figure
 from zeroshard.report.plans_page import ListedPlan, plans_page, write_plans
 
-from .test_page import Page
+from .test_page import Page, without_library
 
 PHASES = {"build": {"parameters": GIB}, "forward": AT_PEAK, "backward": AT_PEAK, "update": {"parameters": 2 * GIB}}
 FIRST = prediction(Plan(zero=3, precision="bf16", microbatches=2))
@@ -48,7 +45,8 @@ def test_every_plan_is_in_chart_table_and_a_section_of_its_own(html: str) -> Non
     assert len(ids) == len(set(ids))
     wanted = [f"#plan-{number}" for number in range(1, 5)]
     links = [value for tag, name, value in page.attributes if (tag, name) == ("a", "href")]
-    assert all(links.count(link) == 3 for link in wanted)  # two widths of the chart, and the table
+    assert all(links.count(link) == 1 for link in wanted)
+    assert all(f'"{link[1:]}"' in html for link in wanted)  # a point of the chart
     assert set(wanted) <= {f"#{one}" for one in ids}
     assert "zeroshard train --optimizer adamw8bit" in page.texts["pre"]
     assert any(text.startswith("Its model states alone take 90 GiB. Use <zero=3>.") for text in page.texts["td"])
@@ -62,19 +60,20 @@ def test_every_plan_is_in_chart_table_and_a_section_of_its_own(html: str) -> Non
 def test_the_page_loads_nothing(html: str) -> None:
     loaded = {"src", "srcset", "data", "action", "poster"}
     assert not [attribute for attribute in Page(html).attributes if attribute[1] in loaded]
-    assert not re.findall(r"https?://(?!www\.w3\.org)|@import|url\(", html)
+    assert not re.findall(r"https?://(?!www\.w3\.org)|@import|url\(", without_library(html))
 
 
 def test_columns_are_sorted_by_numbers_in_bytes_and_seconds(html: str) -> None:
-    body = html.partition('<table class="plans">')[2].partition("<tbody>")[2].partition("</tbody>")[0]
+    body = html.partition('<table class="plans sorted">')[2].partition("<tbody>")[2].partition("</tbody>")[0]
     rows = [re.findall(r'data-value="([^"]*)"', row) for row in body.split("</tr>")[:-1]]
     assert [row[0] for row in rows] == ["1", "2", "3", "4"]
     assert [row[1] for row in rows] == ["0", "0", "0", "1"]  # fits first
     assert [float(row[2]) for row in rows] == [one.prediction.peak_bytes for one in plans()]
     assert [float(row[4]) for row in rows] == [one.prediction.seconds for one in plans()]
-    assert [len(row) for row in rows] == [9, 8, 9, 9]  # the second has no utilization
-    assert [row[-1] for row in rows] == ["unchanged", "unchanged", "adamw8bit", "unchanged"]
-    heads = html.partition('<table class="plans">')[2].partition("</thead>")[0]
+    assert [len(row) for row in rows] == [8, 7, 8, 8]  # the second has no utilization
+    results = [re.findall(r"<td>([^<]*)</td>", row)[-1] for row in body.split("</tr>")[:-1]]
+    assert results == ["unchanged", "unchanged", "adamw8bit", "unchanged"]  # sorted by their text
+    heads = html.partition('<table class="plans sorted">')[2].partition("</thead>")[0]
     assert heads.count('aria-sort="ascending"') == 1 and heads.count("<th ") == 10
 
 
@@ -83,80 +82,17 @@ def test_a_section_has_the_curve_or_the_phases_and_the_timeline_of_stages(html: 
     assert "Memory over one step" in first and "Timeline of one step" not in first
     assert "Memory by phase of the step" in staged and "Timeline of one step" in staged
     assert "--explain 2" in staged and "--explain" not in first
-    for tick in PHASES:
-        assert len(re.findall(rf'class="tick middle"[^>]*>{tick}<', staged)) == 2
+    assert json.dumps([*PHASES]) in staged
     assert "34%" in first and "MFU" not in staged and "3.6" in first
-
-
-POINTS = [
-    PlanPoint("plan-1", "Plan 1", "fits", 0.5, 10 * GIB),
-    PlanPoint("plan-2", "Plan 2", "changed", 1.0, 12 * GIB),
-    PlanPoint("plan-3", "Plan 3", "unfit", 0.25, 24 * GIB),
-]
-
-
-def drawn(points: list[PlanPoint], recommended: str | None = "plan-1") -> ET.Element:
-    return ET.fromstring(str(plans_figure(points, 20.0 * GIB, recommended).drawings[0]))
-
-
-def test_shapes_tell_points_apart_and_a_ring_marks_the_recommended() -> None:
-    root = drawn(POINTS)
-    links = {link.get("href"): link for link in root.iter("a")}
-    shapes = {target: re.sub(r"[\d.-]+", "", link.find("path").get("d", "")) for target, link in links.items()}  # type: ignore[union-attr]
-    assert len(set(shapes.values())) == 3
-    rings = [target for target, link in links.items() for c in link.iter("circle") if c.get("class") == "recommended"]
-    assert rings == ["#plan-1"]
-    assert links["#plan-2"].get("aria-label") == "Plan 2: 12.00 GiB, 1.00 s per step, fits, with other results"
-    assert root.get("role") == "group"
-    marks = [entry.mark for entry in plans_figure(POINTS, 20.0 * GIB, "plan-1").legend]
-    assert marks == ["ring", "dot", "triangle", "cross"]
-    assert not [c for c in drawn(POINTS, None).iter("circle") if c.get("class") == "recommended"]
-
-
-def place(root: ET.Element, target: str) -> tuple[float, float]:
-    (link,) = (link for link in root.iter("a") if link.get("href") == f"#{target}")
-    circle = next(link.iter("circle"))
-    return float(circle.get("cx", "")), float(circle.get("cy", ""))
-
-
-def test_points_lie_at_their_numbers() -> None:
-    root = drawn(POINTS)
-    left = min(float(line.get("x1", "")) for line in root.iter("line") if line.get("class") == "grid")
-    (room,) = (float(line.get("y1", "")) for line in root.iter("line") if line.get("class") == "room")
-    places = [place(root, point.target) for point in POINTS]
-    assert [x - left for x, _ in places] == pytest.approx([(places[1][0] - left) * s for s in (0.5, 1, 0.25)], abs=0.2)
-    assert places[2][1] < room < places[1][1] < places[0][1]
-
-
-def test_a_wide_range_is_logarithmic() -> None:
-    far = [*POINTS, replace(POINTS[0], target="plan-4", seconds=64.0), replace(POINTS[0], target="plan-5", seconds=4.0)]
-    root = drawn(far)
-    assert any("logarithmic" in (text.text or "") for text in root.iter("text"))
-    quarter, four, sixty = (place(root, target)[0] for target in ("plan-3", "plan-5", "plan-4"))
-    assert four - quarter == pytest.approx(sixty - four, abs=0.3)  # factors of 16
-
-
-def test_near_times_are_drawn_apart() -> None:
-    near = [replace(POINTS[0], target=f"plan-{n}", seconds=0.004 + n * 1e-5) for n in range(1, 5)]
-    root = drawn(near)
-    places = [place(root, point.target)[0] for point in near]
-    assert all(right - left > 200 for left, right in pairwise(places))
-    ticks = [text.text or "" for text in root.iter("text") if text.get("class") == "tick middle"]
-    assert len({*ticks}) == len(ticks) > 2 and all(tick.endswith(" ms") for tick in ticks)
 
 
 def test_without_a_plan_that_fits_there_are_ways() -> None:
     found = Found((), (Refusal(LARGE.plan, 4, "a", "b", LARGE), STATES), 2, 1.0, ("192 GiB of host memory.",))
     html = plans_page(plans()[3:], found, "net")
     assert "No plan fits." in html and "A way: 192 GiB of host memory." in html
-    assert 'class="recommended"' not in html and 'class="first"' not in html
+    assert "recommended" not in without_library(html) and 'class="first"' not in html
     nothing = plans_page([], Found((), (STATES,), 1, 1.0), "net")
     assert Page(nothing).open == [] and "Memory against time" not in nothing and "Refused without" in nothing
-
-
-def test_readings_are_json(html: str) -> None:
-    readings = re.findall(r'<script type="application/json">(.*?)</script>', html)
-    assert readings and all(json.loads(one) for one in readings)
 
 
 def test_a_file_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 import math
 
-from zeroshard.report.run_folder import (
+from zeroshard.report.run_records import (
     ActivationRecord,
     ForecastRecord,
     MemoryRecord,

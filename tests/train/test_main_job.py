@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -76,12 +77,24 @@ def test_default_run_on_two_ranks_leaves_a_whole_run_folder(tmp_path: Path) -> N
     (run,) = (tmp_path / "runs").iterdir()
     files = {path.name for path in run.iterdir()}
     written = {"config.toml", "run.json", "run.lock", "metrics.jsonl", "memory.json", "summary.json", "report.html"}
-    assert files == {*written, "checkpoints"}
+    assert files == {*written, "starts.json", "memory-rank1.json", "checkpoints"}
     summary = json.loads((run / "summary.json").read_text())
     assert summary["world_size"] == 2
     assert summary["plan"]["zero"] == 2
+    (start,) = json.loads((run / "starts.json").read_text())["starts"]
+    assert shlex.split(start["command"]) == ["zeroshard", "train", *words, "--ranks", "2"]
+    assert (start["ranks"], start["seed"], start["git"]) == (2, 0, None)
+    for rank, name in enumerate(("memory.json", "memory-rank1.json")):
+        memory_of = json.loads((run / name).read_text())
+        layers = {(event["phase"], event["layer"]) for event in memory_of["events"] if "layer" in event}
+        assert memory_of["rank"] == rank
+        assert layers == {(phase, f"blocks.{n}") for phase in ("forward", "backward") for n in range(5)}
+    assert [rank["rank"] for rank in summary["ranks"]] == [0, 1] and summary["ranks"][1]["peak_bytes"] > 2**20
     lines = [line for line in metrics(run) if "loss" in line]
     assert [line["step"] for line in lines] == list(range(1, 13))
+    assert {name: len(values) for name, values in lines[-1]["ranks"].items()} == {
+        "busy_seconds": 2, "rss_bytes": 2, "memory_bytes": 2,
+    }  # fmt: skip
     assert lines[-1]["loss"] < lines[0]["loss"] - 1
     assert summary["validation_bits_per_byte"] < 6
     memory = {row["category"]: row for row in summary["memory"]}

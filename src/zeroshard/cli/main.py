@@ -37,6 +37,7 @@ USAGE = """zeroshard trains PyTorch models that do not fit: on many devices or o
   zeroshard reproduce  compute published numbers again: published, ours, how
   zeroshard simulate   time, bubble and memory of a pipeline schedule, with its timeline as a picture and a trace
   zeroshard report     draw the report of a run folder again
+  zeroshard compare    lay several runs over one another, in a table and on one page
   zeroshard profile    measure the layers of a model on this machine: time, activations, parameters
   zeroshard partition  split a profiled model into stages and replicas for a cluster
   zeroshard completion print the script with which bash, zsh or fish completes these commands and their options
@@ -58,6 +59,7 @@ COMMANDS = {  # the function of each, which is imported when it runs
     "reproduce": "zeroshard.cli.reproduce:run_reproduce",
     "simulate": "zeroshard.cli.simulate:run_simulate",
     "report": "zeroshard.cli.main:_report",
+    "compare": "zeroshard.cli.compare:run_compare",
     "profile": "zeroshard.cli.profile:run_profile",
     "partition": "zeroshard.cli.partition:run_partition",
     "completion": "zeroshard.cli.main:_completion",
@@ -76,6 +78,7 @@ OPTIONS = {  # option classes whose names replace settings in error messages
     "export": "zeroshard.cli.export:ExportOptions",
     "reproduce": "zeroshard.cli.reproduce:ReproduceOptions",
     "report": "zeroshard.cli.main:ReportOptions",
+    "compare": "zeroshard.cli.compare:CompareOptions",
     "completion": "zeroshard.cli.completion:CompletionOptions",
 }
 WITH_MODEL = ("train", "plan", "verify", "profile")

@@ -45,13 +45,13 @@ FORWARD, BACKWARD = "forward", "backward"
 COLOURS = {
     FORWARD: ("#8d98a3", "#7d8893"),
     BACKWARD: ("#5d6873", "#a9b3bd"),
-    "gradients down": ("#eda558", "#a86c28"),
-    "activations down": ("#93cbd9", "#397f90"),
-    "parameters up": ("#6f98cf", "#3f659b"),
-    "activations up": ("#7dbb8c", "#437c54"),
-    "parameters up to evaluate": ("#9c8bc9", "#625293"),
-    UPDATE: ("#c785ab", "#8a4f72"),
-    DISK: ("#b9b4a8", "#6b675f"),
+    "gradients down": ("#c0701a", "#d08a3c"),
+    "activations down": ("#2c8aa1", "#4fa5b8"),
+    "parameters up": ("#4a7fc1", "#5b8fd6"),
+    "activations up": ("#3b9157", "#5aa873"),
+    "parameters up to evaluate": ("#7d67b8", "#9a87cf"),
+    UPDATE: ("#b0588e", "#c279a8"),
+    DISK: ("#857d6d", "#968f83"),
 }
 
 

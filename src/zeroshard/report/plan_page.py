@@ -10,11 +10,11 @@ from zeroshard.errors import ReportError
 from zeroshard.memory.ledger import Event
 from zeroshard.planner.predict.result import Prediction
 from zeroshard.planner.search.text import MODES, TIME_MODES, categories, found_by, left_out, seconds, shares, short
-from zeroshard.report.chart import Figure
-from zeroshard.report.memory_figure import hue, memory_figure, phases_figure
-from zeroshard.report.page import compose
-from zeroshard.report.run_folder import MemoryEvent, MemoryStep
-from zeroshard.report.tables import Cell, Row, Table, fields_table
+from zeroshard.report.chart import HUES, Chart
+from zeroshard.report.memory_chart import memory_chart, phases_chart
+from zeroshard.report.page import chosen_settings, compose
+from zeroshard.report.run_records import MemoryEvent, MemoryStep
+from zeroshard.report.tables import Cell, Row, Table, bytes_cell, fields_table, measured
 from zeroshard.report.timeline_figure import timeline_svg
 from zeroshard.report.timeline_png import timeline_png
 from zeroshard.report.timeline_section import NAMESPACE, TimelineSection
@@ -60,10 +60,15 @@ def plan_page(p: Prediction, title: str, notes: tuple[str, ...] = ()) -> str:
         facts=_facts(p),
         course=(),
         loss=None,
+        charts=(),
         timeline=plan_timeline(p),
         memory=plan_memory(p),
-        tables=[(table, None) for table in plan_tables(p)],
+        memories=None,
+        tables=[(table, ()) for table in plan_tables(p)],
+        lines=(),
         plan=fields_table(p.plan.as_dict()),
+        chosen=fields_table(chosen_settings(p.plan.as_dict())),
+        starts=(),
         corpus={},
         sample="",
     )
@@ -74,7 +79,7 @@ def remarks(p: Prediction) -> tuple[str, ...]:
     return (*p.notes, *(left.sentence for left in left_out(p) if p.events))
 
 
-def plan_memory(p: Prediction) -> Figure | None:
+def plan_memory(p: Prediction) -> Chart | None:
     """Memory over the step, or at the peak of each phase where few blocks were rehearsed; None without either."""
     held = categories([p])
     events = [
@@ -82,8 +87,8 @@ def plan_memory(p: Prediction) -> Figure | None:
         for before, event in pairwise((*p.events[:1], *p.events))
     ]
     if events:
-        return memory_figure(MemoryStep(p.rank, tuple(held), tuple(events)))
-    return phases_figure(p.phases, held) if p.phases else None
+        return memory_chart(MemoryStep(p.rank, tuple(held), tuple(events)), _allowed(p), p.capacity_bytes)
+    return phases_chart(p.phases, held) if p.phases else None
 
 
 def plan_tables(p: Prediction) -> list[Table]:
@@ -125,8 +130,12 @@ def plan_timeline(p: Prediction, beside: str = BESIDE) -> TimelineSection | None
 
 def _memory(p: Prediction, held: list[str]) -> Table:
     highest = {c: max([p.memory.get(c, 0), *(event.nbytes.get(c, 0) for event in p.events)]) for c in held}
-    rows = [Row(c, (_bytes(p.memory.get(c, 0)), _bytes(highest[c])), hue(i)) for i, c in enumerate(held) if highest[c]]
-    whole = Row("All", (_bytes(p.peak_bytes), Cell("")))
+    rows = [
+        Row(c, (bytes_cell(p.memory.get(c, 0)), bytes_cell(highest[c])), f"hue{i % HUES}")
+        for i, c in enumerate(held)
+        if highest[c]
+    ]
+    whole = Row("All", (bytes_cell(p.peak_bytes), Cell("")))
     note = f"How it was found ({found_by(p.mode)}): {MODES[p.mode]}."
     return Table("Bytes on this rank", ("Category", "At the peak", "At its own highest"), tuple(rows), (whole,), note)
 
@@ -134,22 +143,25 @@ def _memory(p: Prediction, held: list[str]) -> Table:
 def _time(p: Prediction) -> Table:
     ordered = {cause: p.causes[cause] for cause in shares(p)}
     note = f"How it was found ({found_by(p.time_mode)}): {TIME_MODES[p.time_mode]}."
-    return _shared("Time of one step by cause", ("Cause", "Time", "Share"), ordered, lambda t: Cell(seconds(t)), note)
+    return _shared(
+        "Time of one step by cause", ("Cause", "Time", "Share"), ordered, lambda t: measured(t, seconds(t)), note
+    )
 
 
 def _wire(p: Prediction) -> Table:
     heads = ("Purpose", "Bytes", "Share")
     note = "Of this rank, by the paper's count: an all-gather counts its result."
-    return _shared("On the wire in one step", heads, p.wire_bytes, _bytes, note)
+    return _shared("On the wire in one step", heads, p.wire_bytes, bytes_cell, note)
 
 
 def _shared(
     title: str, heads: tuple[str, ...], parts: Mapping[str, float], cell: Callable[[float], Cell], note: str
 ) -> Table:
     whole = sum(parts.values())
-    rows = [Row(name, (cell(part), Cell(f"{part / whole:.1%}"))) for name, part in parts.items() if part]
+    rows = [Row(name, (cell(part), measured(part, f"{part / whole:.1%}"))) for name, part in parts.items() if part]
     return Table(title, heads, tuple(rows), (Row("All", (cell(whole), Cell(""))),), note)
 
 
-def _bytes(nbytes: float) -> Cell:
-    return Cell(format_bytes(nbytes), format_exact(nbytes, "B") if nbytes >= 1024 else "")
+def _allowed(p: Prediction) -> float:
+    """The budget that the plan sets for the device; 0 without one."""
+    return p.plan.device_budget or 0

@@ -9,7 +9,7 @@ from zeroshard.planner.predict.result import Found, Prediction, Refusal
 from zeroshard.planner.search.text import alike, changes, named, seconds, short, why_first
 from zeroshard.report.page import compose
 from zeroshard.report.plan_page import plan_memory, plan_tables, plan_timeline, remarks
-from zeroshard.report.plans_figure import PlanPoint, plans_figure
+from zeroshard.report.plans_chart import PlanPoint, plans_chart
 from zeroshard.report.tables import Cell
 from zeroshard.text import DASH, format_bytes, format_exact
 
@@ -58,14 +58,6 @@ class ListedPlan:
         return "unfit" if not self.prediction.fits else "fits" if self.results == SAME else "changed"
 
 
-@dataclass(frozen=True, slots=True)
-class SortedCell:
-    """A cell with the number by which its column is sorted; a text sorts by itself."""
-
-    cell: Cell
-    value: float | str | None = None
-
-
 def write_plans(path: Path, plans: Sequence[ListedPlan], found: Found, title: str, notes: Sequence[str] = ()) -> None:
     """Write the page.
 
@@ -95,12 +87,12 @@ def plans_page(plans: Sequence[ListedPlan], found: Found, title: str, notes: Seq
     room = (1 - plans[0].prediction.margin) * plans[0].prediction.capacity_bytes if plans else 0.0
     return compose(
         "plans.html.j2",
-        ("hover.js", "plans.js"),
+        ("charts.js", "tables.js", "plans.js"),
         title=title,
         versions="",
         facts=_facts(fitting[0]) if fitting else (),
         notes=(*_answer(found), *notes, looked),
-        chart_of=plans_figure(points, room, first) if plans else None,
+        chart_of=plans_chart(points, room, first) if plans else None,
         columns=COLUMNS,
         rows=[(f"plan-{n}", n, one, _cells(one)) for n, one in enumerate(plans, 1)],
         sections=[_section(n, one) for n, one in enumerate(plans, 1)],
@@ -130,17 +122,17 @@ def _facts(plan: ListedPlan) -> tuple[tuple[str, str], ...]:
     return tuple((name, text) for name, text in facts if text != DASH)
 
 
-def _cells(plan: ListedPlan) -> tuple[SortedCell, ...]:
+def _cells(plan: ListedPlan) -> tuple[Cell, ...]:
     p = plan.prediction
     return (
-        SortedCell(Cell("yes" if p.fits else "no"), 0 if p.fits else 1),
-        SortedCell(Cell(format_bytes(p.peak_bytes)), p.peak_bytes),
-        SortedCell(Cell(_size(p.host_needed_bytes)), p.host_needed_bytes),
-        SortedCell(Cell(seconds(p.seconds)), p.seconds),
-        SortedCell(Cell(format_exact(round(p.tokens_per_second))), p.tokens_per_second),
-        SortedCell(Cell(_share(plan.flops_share)), plan.flops_share),
-        SortedCell(Cell(_hours(plan.hours)), plan.hours),
-        SortedCell(Cell(plan.results), plan.results),
+        Cell("yes" if p.fits else "no", value=0 if p.fits else 1),
+        Cell(format_bytes(p.peak_bytes), value=p.peak_bytes),
+        Cell(_size(p.host_needed_bytes), value=p.host_needed_bytes),
+        Cell(seconds(p.seconds), value=p.seconds),
+        Cell(format_exact(round(p.tokens_per_second)), value=p.tokens_per_second),
+        Cell(_share(plan.flops_share), value=plan.flops_share),
+        Cell(_hours(plan.hours), value=plan.hours),
+        Cell(plan.results),
     )
 
 

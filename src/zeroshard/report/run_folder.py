@@ -7,11 +7,30 @@ missing or cut off become notes on the page. A number that is absent, null or no
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 from zeroshard.errors import PlanError, ReportError
+from zeroshard.report.run_records import (
+    ActivationRecord,
+    ArenaRecord,
+    ExpertLoad,
+    ForecastRecord,
+    MemoryEvent,
+    MemoryRecord,
+    MemoryStep,
+    PredictionRow,
+    RankFacts,
+    RunRecord,
+    SpeedRecord,
+    Start,
+    Summary,
+    Timelines,
+    TrafficRecord,
+    TrainingPoint,
+    ValidationPoint,
+)
 from zeroshard.schedule.actions import Action
 from zeroshard.schedule.simulate import Span, Timeline
 
@@ -20,213 +39,10 @@ SUMMARY = "summary.json"
 MEMORY = "memory.json"
 TIMELINE = "timeline.json"
 PREDICTION = "prediction.json"
+STARTS = "starts.json"
+RANKS_MEMORY = "memory-rank*.json"
+MOST_MEMORIES = 16  # ranks whose memory over the step is drawn
 R = TypeVar("R")
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertLoad:
-    """The choices of one step in one mixture of experts.
-
-    Attributes:
-        load: choices that fell on each expert, before capacity.
-        dropped: fraction of all choices above their expert's capacity.
-        entropy: of the router's probabilities, mean over tokens, in nats.
-    """
-
-    load: tuple[float, ...]
-    dropped: float
-    entropy: float
-
-    @property
-    def shares(self) -> tuple[float, ...]:
-        """The load of each expert over the mean load; 1 at balance."""
-        mean = math.fsum(self.load) / len(self.load)
-        return tuple(n / mean if mean else 0.0 for n in self.load)
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingPoint:
-    """One optimizer step.
-
-    Attributes:
-        exposed: seconds that the step waited for offload, by cause; empty without offload.
-        taken: speculative updates, run during the backward, that were kept.
-        undone: speculative updates that were wrong.
-        loads: of each mixture of experts, by the path of its layer.
-    """
-
-    step: int
-    bits_per_byte: float
-    grad_norm: float
-    tokens_per_s: float
-    seconds: float
-    rss_bytes: float
-    skipped: bool
-    exposed: dict[str, float] = field(default_factory=dict)
-    taken: float = 0
-    undone: float = 0
-    loads: dict[str, ExpertLoad] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class ValidationPoint:
-    """One pass over the validation bytes."""
-
-    step: int
-    bits_per_byte: float
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryRecord:
-    """Bytes of one ledger category on one rank: the formula, its padding, the ledger at rest and at its highest.
-
-    ``tier`` is where they are: "device", "host" or "disk".
-    """
-
-    category: str
-    planned_bytes: float
-    padding_bytes: float
-    measured_bytes: float
-    peak_bytes: float
-    tier: str = "device"
-
-
-@dataclass(frozen=True, slots=True)
-class TrafficRecord:
-    """The traffic of one purpose in one step."""
-
-    purpose: str
-    planned_elements: float
-    measured_elements: float
-    measured_bytes: float
-    calls: float
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryEvent:
-    """The ledger right after one event; it holds until the next. ``nbytes`` follows ``MemoryStep.categories``."""
-
-    t: float
-    label: str
-    nbytes: tuple[float, ...]
-
-    @property
-    def total(self) -> float:
-        """Bytes in all categories together."""
-        return sum(self.nbytes)
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryStep:
-    """The ledger of one rank over one training step, events in order of time."""
-
-    rank: float
-    categories: tuple[str, ...]
-    events: tuple[MemoryEvent, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Timelines:
-    """The timelines of a pipeline, measured and simulated, and the seconds of each."""
-
-    measured_seconds: float
-    simulated_seconds: float
-    drawn: tuple[Timeline, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class PredictionRow:
-    """One number as predicted before the run and as measured: of `part` memory or wire in bytes, of time in seconds."""
-
-    part: str
-    name: str
-    predicted: float
-    measured: float
-
-
-@dataclass(frozen=True, slots=True)
-class ActivationRecord:
-    """The decision on one block's activations and its costs: predicted and measured."""
-
-    block: str
-    action: str
-    saved_bytes: float
-    kept_bytes: float
-    measured_kept_bytes: float
-    again: float
-    measured_again: float
-    again_seconds: float
-    measured_again_seconds: float
-    stored_seconds: float
-    measured_stored_seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class ArenaRecord:
-    """The use of the buffer of blocks' inputs on the rank where it is the largest."""
-
-    nbytes: float
-    live_bytes: float
-    checkpoints: float
-    outside: float
-
-
-@dataclass(frozen=True, slots=True)
-class SpeedRecord:
-    """The median speed of all ranks, model FLOPs of a rank, and their share of the peak rate (MFU)."""
-
-    tokens_per_s: float
-    tokens_per_s_per_rank: float
-    flops_per_token: float
-    tflops_per_rank: float
-    mfu: float
-    mfu_causal: float
-
-
-@dataclass(frozen=True, slots=True)
-class ForecastRecord:
-    """Predicted and measured numbers of one rank up to a step, and warnings of missed tolerances."""
-
-    rank: float
-    step: float
-    rows: tuple[PredictionRow, ...]
-    warnings: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """The summary that the run wrote at its end; all fields are unknown if it died before."""
-
-    title: str
-    sample: str
-    zeroshard: str
-    torch: str
-    train_bits_per_byte: float
-    validation_bits_per_byte: float
-    world_size: float
-    parameters: float
-    seconds: float
-    corpus: dict[str, object]
-    plan: dict[str, object]
-    memory: tuple[MemoryRecord, ...]
-    traffic: tuple[TrafficRecord, ...]
-    activations: tuple[ActivationRecord, ...] = ()
-    arena: ArenaRecord | None = None
-    speed: SpeedRecord | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RunRecord:
-    """The content of a report; ``notes`` list missing and ignored content in whole sentences."""
-
-    path: Path
-    training: tuple[TrainingPoint, ...]
-    validation: tuple[ValidationPoint, ...]
-    summary: Summary
-    memory: MemoryStep | None
-    timelines: Timelines | None
-    forecast: ForecastRecord | None
-    notes: tuple[str, ...]
 
 
 class Record:
@@ -295,7 +111,10 @@ def read_run(run: Path) -> RunRecord:
     timelines = _timelines(run / TIMELINE, notes)
     forecast = _forecast(run / PREDICTION, notes)
     ordered = tuple(training[step] for step in sorted(training))
-    return RunRecord(run, ordered, _validation(lines), summary, memory, timelines, forecast, tuple(notes))
+    starts, found = _starts(run / STARTS, notes), tuple(notes)
+    return RunRecord(
+        run, ordered, _validation(lines), summary, memory, timelines, forecast, found, _memories(run, memory), starts
+    )
 
 
 def _metrics_file(run: Path) -> Path:
@@ -339,6 +158,8 @@ def _training(lines: list[Record]) -> Iterator[TrainingPoint]:
                 taken=_or_zero(line.number("guesses_taken")),
                 undone=_or_zero(line.number("guesses_undone")),
                 loads=_loads(line.record("experts")),
+                ranks=_of_ranks(line.record("ranks")),
+                quantiles=line.record("ranks").fields.get("quantiles") is True,
             )
 
 
@@ -357,6 +178,16 @@ def _loads(record: Record) -> dict[str, ExpertLoad]:
         load = [Record({"n": n}).number("n") for n in given] if isinstance(given, list) else []
         if load and all(0 <= n < math.inf for n in load):
             found[layer] = ExpertLoad(tuple(load), _or_zero(of.number("dropped")), of.number("entropy"))
+    return found
+
+
+def _of_ranks(record: Record) -> dict[str, tuple[float, ...]]:
+    """Values of every rank by quantity; those that are no list of numbers are left out."""
+    found = {}
+    for name, given in record.fields.items():
+        values = [Record({"n": n}).number("n") for n in given] if isinstance(given, list) else []
+        if values and all(map(math.isfinite, values)):
+            found[name] = tuple(values)
     return found
 
 
@@ -382,7 +213,8 @@ def _json_file(path: Path, when_absent: str, notes: list[str]) -> Record:
 
 
 def _summary(record: Record) -> Summary:
-    kinds: dict[str, type[Any]] = {"memory": MemoryRecord, "traffic": TrafficRecord, "activations": ActivationRecord}
+    kinds: dict[str, type[Any]] = {"memory": MemoryRecord, "traffic": TrafficRecord, "activations": ActivationRecord,
+                                    "ranks": RankFacts}  # fmt: skip
     tables = {name: tuple(row.read(kind) for row in record.records(name)) for name, kind in kinds.items()}
     nested: dict[str, tuple[Record, type[Any]]] = {
         "arena": (record.record("arena"), ArenaRecord), "speed": (record.record("speed"), SpeedRecord),
@@ -407,7 +239,33 @@ def _event(row: Record, categories: tuple[str, ...]) -> MemoryEvent:
     held = row.record("bytes")
     # a category that an event does not name has 0 bytes then
     nbytes = (held.number(name) for name in categories)
-    return MemoryEvent(row.number("t"), row.text("label"), tuple(n if math.isfinite(n) else 0.0 for n in nbytes))
+    sizes = tuple(n if math.isfinite(n) else 0.0 for n in nbytes)
+    return MemoryEvent(row.number("t"), row.text("label"), sizes, row.text("layer"), row.text("phase"))
+
+
+def _memories(run: Path, own: MemoryStep | None) -> tuple[MemoryStep, ...]:
+    """The memory of all ranks over the step, in order; of many ranks evenly spaced ones."""
+    paths = sorted(run.glob(RANKS_MEMORY), key=lambda path: (len(path.name), path.name))
+    every = -(-len(paths) // MOST_MEMORIES) or 1
+    found = (_memory(_json_file(path, "", [])) for path in paths[::every])
+    steps = {step.rank: step for step in (*found, own) if step is not None and math.isfinite(step.rank)}
+    return tuple(steps[rank] for rank in sorted(steps))
+
+
+def _starts(path: Path, notes: list[str]) -> tuple[Start, ...]:
+    """The starts of the run; runs of earlier versions have none on record."""
+    record = _json_file(path, "", notes) if path.is_file() else Record(None)
+    rows = record.records("starts")
+    return tuple(row.read(Start, hosts=_hosts(row), **_git(row.record("git"))) for row in rows)
+
+
+def _hosts(row: Record) -> tuple[str, ...]:
+    given = row.fields.get("hosts")
+    return tuple(map(str, given)) if isinstance(given, list) else ()
+
+
+def _git(record: Record) -> dict[str, Any]:
+    return {"commit": record.text("commit"), "branch": record.text("branch"), "changed": record.number("changed")}
 
 
 def _forecast(path: Path, notes: list[str]) -> ForecastRecord | None:

@@ -9,16 +9,17 @@ from statistics import median
 from typing import Any, TypeVar
 
 from zeroshard.planning.settings import flat
-from zeroshard.report.run_folder import (
+from zeroshard.report.run_charts import causes_of
+from zeroshard.report.run_records import (
     ActivationRecord,
     ExpertLoad,
     ForecastRecord,
     MemoryRecord,
     PredictionRow,
+    RankFacts,
     TrafficRecord,
     TrainingPoint,
 )
-from zeroshard.report.traffic_figure import causes_of
 from zeroshard.text import (
     DASH,
     format_bytes,
@@ -34,10 +35,21 @@ R = TypeVar("R", ActivationRecord, MemoryRecord, TrafficRecord)
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """The text of a cell, and the exact value below it in small type."""
+    """The text of a cell.
+
+    Attributes:
+        exact: the exact value, below the text in small type.
+        value: the number by which the column is sorted; None for the text itself.
+    """
 
     text: str
     exact: str = ""
+    value: float | str | None = None
+
+
+def measured(n: float, text: str, exact: str = "") -> Cell:
+    """A cell that is sorted by its number, if there is one."""
+    return Cell(text, exact, n if math.isfinite(n) else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +151,25 @@ def prediction_table(forecast: ForecastRecord | None) -> Table | None:
     )
 
 
+def ranks_table(rows: Sequence[RankFacts]) -> Table | None:
+    """Memory and waits of every rank; None for a single one."""
+    if len(rows) < 2:
+        return None
+    waited = any(row.exposed_seconds > 0 for row in rows)
+    return Table(
+        "Ranks",
+        ("Rank", "Host", "Peak by the ledger", "Resident", *(("Exposed",) if waited else ())),
+        tuple(Row(format_exact(row.rank), _rank_cells(row, waited)) for row in rows),
+        (),
+        "Peak: of the device, in the recorded step. Resident: memory of the process at the end of the run.",
+    )
+
+
+def _rank_cells(row: RankFacts, waited: bool) -> tuple[Cell, ...]:
+    exposed = (measured(row.exposed_seconds, format_duration(row.exposed_seconds)),) if waited else ()
+    return Cell(row.host), bytes_cell(row.peak_bytes), bytes_cell(row.rss_bytes), *exposed
+
+
 def fields_table(fields: Mapping[str, object]) -> tuple[tuple[str, str], ...]:
     """Field and value of a plan or a corpus as text; byte counts in units, the rest as JSON writes it."""
     return tuple((name.replace("_", " ").replace(".", ": "), _plain(name, value)) for name, value in flat(fields))
@@ -172,7 +203,7 @@ def _memory_sums(rows: Sequence[MemoryRecord], named: bool) -> list[Row]:
     place = f", {rows[0].tier}" if named else ""
     planned = [row for row in rows if math.isfinite(row.planned_bytes)]
     everything = sum(row.measured_bytes for row in rows)
-    sums = [Row(f"All categories{place}", (*[Cell(DASH)] * 2, _bytes(everything), *[Cell(DASH)] * 2))]
+    sums = [Row(f"All categories{place}", (*[Cell(DASH)] * 2, bytes_cell(everything), *[Cell(DASH)] * 2))]
     if planned:  # categories may peak at different times, so their peaks have no sum
         padding = sum(_or_zero(row.padding_bytes) for row in planned)
         total = replace(_total(MemoryRecord, planned, category=""), padding_bytes=padding, peak_bytes=math.nan)
@@ -190,25 +221,26 @@ def _total(kind: type[R], rows: Sequence[R], **named: Any) -> R:
 def _memory_cells(row: MemoryRecord) -> tuple[Cell, ...]:
     difference = row.measured_bytes - row.planned_bytes - _or_zero(row.padding_bytes)
     return (
-        _bytes(row.planned_bytes),
-        _bytes(row.padding_bytes),
-        _bytes(row.measured_bytes),
-        Cell(format_difference(difference, "B")),
-        _bytes(row.peak_bytes),
+        bytes_cell(row.planned_bytes),
+        bytes_cell(row.padding_bytes),
+        bytes_cell(row.measured_bytes),
+        measured(difference, format_difference(difference, "B")),
+        bytes_cell(row.peak_bytes),
     )
 
 
 def _exposed_cells(seconds: Sequence[float]) -> tuple[Cell, ...]:
-    return tuple(Cell(format_duration(n)) for n in (sum(seconds), median(seconds), max(seconds)))
+    return tuple(measured(n, format_duration(n)) for n in (sum(seconds), median(seconds), max(seconds)))
 
 
 def _traffic_row(row: TrafficRecord) -> Row:
+    difference = row.measured_elements - row.planned_elements
     cells = (
-        Cell(format_exact(row.planned_elements)),
-        Cell(format_exact(row.measured_elements)),
-        Cell(format_difference(row.measured_elements - row.planned_elements)),
-        _bytes(row.measured_bytes),
-        Cell(format_exact(row.calls)),
+        measured(row.planned_elements, format_exact(row.planned_elements)),
+        measured(row.measured_elements, format_exact(row.measured_elements)),
+        measured(difference, format_difference(difference)),
+        bytes_cell(row.measured_bytes),
+        measured(row.calls, format_exact(row.calls)),
     )
     return Row(row.purpose, cells)
 
@@ -216,13 +248,14 @@ def _traffic_row(row: TrafficRecord) -> Row:
 def _prediction_cells(row: PredictionRow) -> tuple[Cell, ...]:
     share = format_share(row.measured / row.predicted - 1) if row.predicted else DASH
     if row.part == "time":
-        return *(Cell(f"{format_exact(1e3 * n)} ms") for n in (row.predicted, row.measured)), Cell(share)
+        return *(measured(n, f"{format_exact(1e3 * n)} ms") for n in (row.predicted, row.measured)), Cell(share)
     equal = row.predicted == row.measured
-    return _bytes(row.predicted), _bytes(row.measured), Cell("equal" if equal else share)
+    return bytes_cell(row.predicted), bytes_cell(row.measured), Cell("equal" if equal else share)
 
 
-def _bytes(n: float) -> Cell:
-    return Cell(format_bytes(n), format_exact(n, "B") if math.isfinite(n) and abs(n) >= 1024 else "")
+def bytes_cell(n: float) -> Cell:
+    """Bytes in units, and to the byte from a KiB on."""
+    return measured(n, format_bytes(n), format_exact(n, "B") if math.isfinite(n) and abs(n) >= 1024 else "")
 
 
 def _or_zero(n: float) -> float:
@@ -271,7 +304,7 @@ def _cells(row: ActivationRecord) -> tuple[Cell, ...]:
 
 
 def _bytes_or_dash(n: float) -> Cell:
-    return Cell(format_bytes(n), format_exact(n, "B")) if math.isfinite(n) else Cell(DASH)
+    return measured(n, format_bytes(n), format_exact(n, "B")) if math.isfinite(n) else Cell(DASH)
 
 
 def _times(predicted: float, measured: float) -> Cell:
@@ -283,4 +316,4 @@ def _both(predicted: float, measured: float) -> Cell:
 
 
 def _seconds(n: float) -> Cell:
-    return Cell(f"{format_decimal(1e3 * n, 1)} ms") if math.isfinite(n) else Cell(DASH)
+    return measured(n, f"{format_decimal(1e3 * n, 1)} ms") if math.isfinite(n) else Cell(DASH)

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from html import escape
 from statistics import median
 
-from zeroshard.report.chart import fitted_axis, short
 from zeroshard.schedule.actions import Kind
 from zeroshard.schedule.simulate import Span, Timeline
 
@@ -21,6 +20,7 @@ ROW, VERSIONED_ROW, LEAST_ROW, ALL_ROWS = 24.0, 29.0, 7.0, 840.0
 HEAD, BETWEEN = 26.0, 16.0
 SIZES = (11.0, 10.0, 9.0, 8.0)  # of the numbers in boxes, in pixels
 DIGIT = 0.6  # width of a digit, of its size
+TICKS = 10  # of the time axis, about
 TIPS = 1000  # boxes; with more, they have no tips under the pointer
 NAMES = {
     Kind.FORWARD: "forward",
@@ -228,16 +228,33 @@ def time_unit(seconds: float) -> tuple[str, float]:
     return ("\N{MICRO SIGN}s", 1e6) if seconds < 1e-3 else ("ms", 1e3) if seconds < 2 else ("s", 1.0)
 
 
+def nice_ticks(low: float, high: float) -> list[float]:
+    """Multiples of 1, 2 or 5 times a power of ten that cover [low, high], about ten of them."""
+    largest = max(abs(low), abs(high))
+    span = high - low if high - low > 1e-9 * largest else (largest or 1.0)
+    magnitude = 10.0 ** math.floor(math.log10(span / TICKS))
+    step = next(m * magnitude for m in (1, 2, 5, 10) if m * magnitude >= span / TICKS * (1 - 1e-9))
+    first, last = math.floor(low / step), math.ceil(high / step)
+    # rounding takes off the tail that a float product leaves (0.30000000000000004)
+    decimals = max(0, 1 - math.floor(math.log10(step)))
+    return [round(k * step, decimals) for k in range(first, max(last, first + 1) + 1)]
+
+
+def short(value: float) -> str:
+    """A coordinate to a tenth of a pixel."""
+    return f"{value:.1f}".removesuffix(".0")
+
+
 def place_axis(picture: Picture, y: float, end: float) -> None:
     """The axis of the times from 0 to `end` seconds, at `y`."""
     unit, factor = time_unit(end)
-    axis = fitted_axis(unit, 0.0, float(end) * factor, 10)
+    span = float(end) * factor or 1.0
     right = picture.width - RIGHT
     picture.lines.append((LEFT, y, right, y))
-    for value, label in axis.ticks:
-        x = LEFT + axis.fraction(value) * (right - LEFT)
+    for value in (tick for tick in nice_ticks(0.0, span) if tick <= span):
+        x = LEFT + value / span * (right - LEFT)
         picture.lines.append((x, y, x, y + 4))
-        picture.labels.append(Labels(x, y + 17, label, "quiet", 11, "middle"))
+        picture.labels.append(Labels(x, y + 17, f"{value:,.10g}", "quiet", 11, "middle"))
     picture.labels.append(Labels(LEFT - 8, y + 17, unit, "quiet", 11, "end"))
 
 

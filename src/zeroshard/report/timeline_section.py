@@ -5,7 +5,7 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-from zeroshard.report.run_folder import Timelines
+from zeroshard.report.run_records import Timelines
 from zeroshard.report.timeline_figure import time_unit, timeline_svg
 from zeroshard.report.timeline_png import timeline_png
 from zeroshard.report.timeline_trace import timeline_trace

@@ -22,6 +22,8 @@ from zeroshard.train.toml_config import dump_toml
 
 LOCK = "run.lock"  # names the process that works in the folder
 STAMP = len("20261122-170000")  # characters of the date in a run folder's name
+STARTS = "starts.json"  # date, machines, command line, versions and git state of each start
+MOST_MEMORIES = 64  # ranks that write their memory over the recorded step
 SAME = "run.json"  # options that must be equal to resume the run
 
 
@@ -77,13 +79,20 @@ class RunFolder:
         folder._above = above
         return folder
 
-    def open(self, config: TrainConfig, split: Sequence[str]) -> None:
-        """Open the files, on the rank that writes them. `split`: the layers at which the model was cut."""
+    def open(self, config: TrainConfig, split: Sequence[str], start: Mapping[str, Any]) -> None:
+        """Open the files, on the rank that writes them.
+
+        Args:
+            split: the layers at which the model was cut.
+            start: the origin of this start, which is kept beside those of earlier ones.
+        """
         self._metrics = _appending(self.path / "metrics.jsonl")
         self._loggers = Loggers(config.loggers, self.path, _settings(config))
         kept = json.loads((self.path / SAME).read_text())
         splits = {**kept.get("split", {}), _cut_settings(config): list(split)}
         _replace(self.path / SAME, {**kept, "split": splits})
+        before = json.loads((self.path / STARTS).read_text())["starts"] if (self.path / STARTS).exists() else []
+        _replace(self.path / STARTS, {"starts": [*before, start]})
 
     def write_metrics(self, metrics: dict[str, Any]) -> None:
         """Append one line of metrics."""
@@ -92,13 +101,27 @@ class RunFolder:
         if self._loggers is not None:
             self._loggers.log(dict(_scalars(metrics)), metrics["step"])
 
-    def write_memory(self, events: Sequence[Event], rank: int) -> None:
-        """Write the memory of one step, for the report's picture."""
+    def write_memory(self, events: Sequence[Event], places: Sequence[tuple[str, str]], rank: int) -> None:
+        """Write the memory of one step, for the report's charts; each rank that sees the folder writes its own.
+
+        Args:
+            places: phase and layer of every event; empty texts outside of layers.
+        """
         self.peak_bytes = max((sum(event.nbytes.values()) for event in events), default=None)
-        if self._metrics is not None:
-            rows = [{"t": event.t, "label": event.label, "bytes": event.nbytes} for event in events]
-            content = {"rank": rank, "categories": [str(category) for category in Category], "events": rows}
-            (self.path / "memory.json").write_text(json.dumps(content))
+        if self._metrics is None and not (rank < MOST_MEMORIES and self.path.is_dir()):
+            return
+        rows = [
+            {
+                "t": event.t,
+                "label": event.label,
+                "bytes": event.nbytes,
+                **({"phase": phase, "layer": layer} if layer else {}),
+            }
+            for event, (phase, layer) in zip(events, places, strict=True)
+        ]
+        content = {"rank": rank, "categories": [str(category) for category in Category], "events": rows}
+        name = f"memory-rank{rank}.json" if self._metrics is None else "memory.json"
+        (self.path / name).write_text(json.dumps(content))
 
     def write_prediction(self, content: dict[str, Any]) -> None:
         """Write the prediction, later with the measurements."""
@@ -127,7 +150,7 @@ class RunFolder:
         if self._owner is None or begun:
             return
         with contextlib.suppress(OSError):  # it holds more, such as a checkpoint or the files of a logger
-            for name in ("metrics.jsonl", "config.toml", SAME, "prediction.json", LOCK):
+            for name in ("metrics.jsonl", "config.toml", SAME, STARTS, "prediction.json", LOCK):
                 (self.path / name).unlink(missing_ok=True)
             for folder in (self.path, *self._above):
                 folder.rmdir()

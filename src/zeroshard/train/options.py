@@ -91,8 +91,10 @@ def _typed(argv: Sequence[str], options: Sequence[Option]) -> dict[tuple[str, ..
         raise ConfigError(f"{error.argument_name}: {error.message}.") from error
     texts = {int(place): found for place, found in vars(known).items()}
     positional = [place for place, option in enumerate(options) if not option.flags]
-    texts |= dict(zip(positional, others, strict=False))
-    _refuse_unknown(others, len(positional), options)
+    rest = positional and is_list(options[positional[-1]].hint)  # the last positional option takes all further words
+    words = [*others[: len(positional) - 1], others[len(positional) - 1 :]] if rest else others
+    texts |= {place: found for place, found in zip(positional, words, strict=False) if found}
+    _refuse_unknown(others, sys.maxsize if rest else len(positional), options)
     values = {options[place].path: _value(found, options[place]) for place, found in texts.items()}
     missing = [option for option in options if option.required and option.path not in values]
     if missing:

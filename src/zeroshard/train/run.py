@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from zeroshard.comm.collectives import Comm
@@ -21,6 +20,7 @@ from zeroshard.engine import Engine, StepResult, Trace
 from zeroshard.engine.techniques import together_of
 from zeroshard.errors import BudgetExceeded, CheckpointWarning, NonFiniteError, RoutingWarning, Stopped
 from zeroshard.planner.search.text import short
+from zeroshard.platform.accelerator import total_memory
 from zeroshard.resilience import Stragglers
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.fitting import with_plan_that_fits
@@ -28,10 +28,13 @@ from zeroshard.train.folder import RunFolder
 from zeroshard.train.forecast import FEWEST, Forecast, expectation
 from zeroshard.train.gpt import generate
 from zeroshard.train.keeping import Keeping
+from zeroshard.train.layer_marks import LayerMarks
 from zeroshard.train.model import BuiltModel, build_model
 from zeroshard.train.optimizers import make_optimizer
 from zeroshard.train.planning import Outlook, plan_ahead
 from zeroshard.train.progress import Exposed, Progress
+from zeroshard.train.provenance import start_of
+from zeroshard.train.rank_reports import RankReport, of_ranks, rank_facts, resident_bytes
 from zeroshard.train.trace import OffloadTrace, write_timeline
 from zeroshard.train.utilization import Speed, utilization_of
 from zeroshard.units.materialise import seed_of
@@ -40,7 +43,6 @@ from zeroshard.version import __version__
 RECORDED_STEP = 3  # buffers are allocated by then
 AGAIN = "--resume auto"
 STOP_EVERY = 8  # steps between agreements on requests to stop, where a step does not synchronise all ranks
-STEP_REPORT = struct.Struct("<ddB")  # a rank's loss, its busy seconds, and the signal by which it was asked to stop
 TRACED_STEPS = {True: 3, False: 1}  # by whether the schedule never flushes
 TRACED_OFFLOADED = 2  # under offload, whose copies may go on into the next step
 
@@ -72,11 +74,13 @@ class _Done:
         loss: mean over all data ranks in nats per token; None on ranks without it.
         stop: the signal by which a rank was asked to stop; 0 for none.
         loads: readings of the mixtures of experts of all stages, by layer.
+        ranks: busy seconds and bytes of all ranks, for the metrics.
     """
 
     loss: float | None
     stop: int
     loads: Mapping[str, Any] = field(default_factory=dict)
+    ranks: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Run:
@@ -103,7 +107,7 @@ class Run:
         self._forecast: Forecast | None = None
         self.folder = RunFolder.create(config, Comm(mesh))
         try:
-            self._make_engine(mesh)
+            self._make_engine(mesh, again)
             self.progress = Progress(config.steps, shown=self.engine.reports)
             self.progress.header(self._header())
             note = self.progress.note
@@ -116,7 +120,7 @@ class Run:
         self._tracing, self._trace = ExitStack(), Trace()
         self._stragglers = Stragglers(mesh.ranks)
 
-    def _make_engine(self, mesh: Mesh) -> None:
+    def _make_engine(self, mesh: Mesh, again: str) -> None:
         """Make the engine with its initial weights, and open the folder's files."""
         config, plan = self.config, self.config.plan
         if self.folder.split:
@@ -131,8 +135,9 @@ class Run:
             self.engine.loaded, self.built = values.report, replace(self.built, values=None)
         batch = mesh.rank // together_of(plan, mesh.ranks)  # dropout differs between ranks with different rows
         torch.manual_seed(seed_of(config.plan.seed, "rank", batch))
+        start = start_of(config, Comm(mesh), self.folder.path, again, self.engine.reports)
         if self.engine.reports:
-            self.folder.open(config, self.engine.split)
+            self.folder.open(config, self.engine.split, start)
 
     def train(self) -> dict[str, Any]:
         """Train to the last step; returns the summary that the run folder keeps on the rank that reports.
@@ -296,7 +301,8 @@ class Run:
             "loss_scale": result.loss_scale if config.plan.scales_loss else None,
             "skipped": result.skipped,
             "seconds": self._speed.seconds,
-            "rss_bytes": psutil.Process().memory_info().rss,
+            "rss_bytes": resident_bytes(),
+            **done.ranks,
             "checkpoint_seconds": self.keeping.exposed_seconds,
             **self._exposed.step(),
             **({"experts": done.loads} if done.loads else {}),
@@ -313,8 +319,10 @@ class Run:
         try:
             if step == RECORDED_STEP:
                 with watched, engine.trace(memory=True) as trace:
-                    result = engine.train_step(batch)
-                self.folder.write_memory(trace.memory, self.engine.mesh.rank)
+                    marks = LayerMarks(trace.memory)
+                    with marks.on(self.built.module):
+                        result = engine.train_step(batch)
+                self.folder.write_memory(trace.memory, marks.places(), self.engine.mesh.rank)
             else:
                 with watched:
                     result = engine.train_step(batch)
@@ -327,20 +335,30 @@ class Run:
     def _agree(self, step: int, loss: float | None, busy: float) -> "_Done":
         """Agree on the mean loss of a step and on requests to stop; warn of slow ranks by their busy seconds."""
         engine, keeping = self.engine, self.keeping
+        exposed = sum(engine.exposed.values())
+        mine = RankReport(
+            math.nan if loss is None else loss, busy, keeping.asked, resident_bytes(), engine.ledger.total(), exposed
+        )
         if self.config.plan.streams:  # its stages are at different microbatches, and only the last one has the loss
-            stop = 0
+            reports = []
             if (step + 1) % STOP_EVERY == 0:
-                stop = max(map(max, engine.world.agree(bytes([keeping.asked]), f"requests in step {step + 1}")))
-            return _Done(None if loss is None else _mean(engine.comm, loss, f"loss of step {step + 1}"), stop)
+                reports = self._reports(mine, f"requests in step {step + 1}")
+            stop = max((report.stop for report in reports), default=0)
+            mean = None if loss is None else _mean(engine.comm, loss, f"loss of step {step + 1}")
+            return _Done(mean, stop, ranks=of_ranks(reports))
         assert loss is not None
-        report = STEP_REPORT.pack(loss, busy, keeping.asked)
-        answers = [STEP_REPORT.unpack(packed) for packed in engine.world.agree(report, f"step {step + 1}")]
+        reports = self._reports(mine, f"step {step + 1}")
         if not self.config.plan.pipelined:
-            for slow in self._stragglers.step([seconds for _, seconds, _ in answers]):
+            for slow in self._stragglers.step([report.busy_seconds for report in reports]):
                 self.progress.note(f"warning: {slow}")
                 self.folder.write_metrics({"step": step + 1, "event": str(slow)})
-        mean = sum(loss for loss, _, _ in answers) / len(answers)
-        return _Done(mean, max(stop for _, _, stop in answers), self.engine.all_layer_readings())
+        mean = sum(report.loss for report in reports) / len(reports)
+        stop = max(report.stop for report in reports)
+        return _Done(mean, stop, self.engine.all_layer_readings(), of_ranks(reports))
+
+    def _reports(self, mine: RankReport, label: str) -> list[RankReport]:
+        """The reports of all ranks, in order."""
+        return [RankReport.unpack(packed) for packed in self.engine.world.agree(mine.pack(), label)]
 
     def _validate(self, step: int, rows: int) -> float:
         """Mean loss on held-out text, in nats per token."""
@@ -380,6 +398,8 @@ class Run:
         recent = losses[-50:]
         arena = engine.checkpoint_arena
         arenas = engine.world.agree_on(asdict(arena) if arena else {}, "arenas of every rank")
+        facts = rank_facts(self.engine.mesh.rank, self.folder.peak_bytes, self._exposed.summary())
+        ranks = engine.world.agree_on(facts, "memory of every rank")
         summary = {
             "title": f"{config.model} on {data.name}",
             "train_bits_per_byte": data.bits_per_byte(sum(recent) / len(recent)) if recent else None,
@@ -393,7 +413,9 @@ class Run:
             "seconds": seconds,
             "speed": self._speed.summary(),
             "peak_bytes": self.folder.peak_bytes,
-            "rss_bytes": psutil.Process().memory_info().rss,
+            "rss_bytes": resident_bytes(),
+            "capacity_bytes": total_memory(engine.mesh.device),
+            "ranks": ranks,
             "zeroshard": __version__,
             "torch": str(torch.__version__),
             "layers": engine.world.agree_on(engine.layers, "layers of every rank"),
