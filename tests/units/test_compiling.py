@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from jobs import error_of
 from pool import Pool
 from torch import nn
 
@@ -80,6 +81,119 @@ def test_compiled_blocks_train_as_they_are(pool: Pool, settings: dict[str, Any])
         assert again == recomputed and graphs > 0
 
 
+IN_PLACE: list[dict[str, Any]] = [
+    {"zero": 1},
+    {"zero": 2, "offload": "optimizer"},  # new weights arrive during the forward
+    {"zero": 3, "transport": "network"},
+    {"zero": 3, "transport": "network", "offload": "optimizer,parameters"},
+]
+
+
+def in_place(mesh: zs.Mesh, when: str, settings: dict[str, Any]) -> tuple[list[float], list[int], list[int]]:
+    """Losses of three steps, graphs after each, and calls of hooks of the user, inside and outside of the blocks."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model, batch, backend, called = Model(), (torch.randn(8, 8), torch.randn(8, 1)), Counting(), [0, 0]
+
+    def compile_blocks_in_place() -> None:
+        for block in model.blocks:
+            block.compile(backend=backend, fullgraph=True)
+
+    def count(where: int) -> None:
+        called[where] += 1
+
+    if when == "before":
+        compile_blocks_in_place()
+    engine = zs.Engine(model, lambda ps: torch.optim.AdamW(ps, lr=1e-2), zs.Plan.from_dict(settings), mesh=mesh)
+    if when == "after":
+        compile_blocks_in_place()
+    model.last.register_forward_hook(lambda *_: count(0))
+    model.register_forward_pre_hook(lambda *_: count(1))
+    losses, graphs = [], []
+    for _ in range(3):
+        losses.append(float(engine.train_step(batch).loss))  # type: ignore[arg-type]
+        graphs.append(backend.graphs)
+    return losses, graphs, called
+
+
+@pytest.mark.parametrize("settings", IN_PLACE, ids=str)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_blocks_compiled_in_place_are_one_graph_each(pool: Pool, when: str, settings: dict[str, Any]) -> None:
+    """All blocks share one graph, which no gather and no wait breaks, and no step makes another one."""
+    plain, compiled = (pool.run(in_place, 2, each, settings) for each in ("never", when))
+    assert [(graphs, called) for _, graphs, called in compiled] == [([1, 1, 1], [3, 3])] * 2
+    assert [losses for losses, *_ in compiled] == [losses for losses, *_ in plain]
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_a_whole_model_compiled_in_place_is_one_graph(zero: int) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, backend, batch = Model(), Counting(), (torch.randn(8, 8), torch.randn(8, 1))
+    plain = copy.deepcopy(model)
+    engine = zs.Engine(model, lambda ps: torch.optim.SGD(ps, lr=0.1), zs.Plan(zero=zero))
+    engine.model.compile(backend=backend, fullgraph=True)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(3):
+        loss = plain(*batch)
+        torch.testing.assert_close(engine.train_step(batch).loss, loss.detach())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert backend.graphs == 1
+
+
+def test_a_copy_of_a_model_compiled_in_place_is_plain() -> None:
+    model = nn.Sequential(Block(), Block())
+    model[0].compile(backend="eager")
+    engine = zs.Engine(model, lambda ps: torch.optim.SGD(ps, lr=0.1))
+    with engine.gathered():
+        twin = copy.deepcopy(engine.model)
+    assert twin.get_submodule("0")._compiled_call_impl is None
+    twin.compile(backend="eager", mode=None)
+    assert type(twin._compiled_call_impl) is type(torch.compile(lambda x: x, backend="eager"))
+
+
+def test_a_step_after_an_error_in_a_block_compiled_in_place(pool: Pool) -> None:
+    for errors in pool.run(fails_once, 2):
+        assert "TorchRuntimeError" in errors[0] and errors[1] == "nothing"
+
+
+def fails_once(mesh: zs.Mesh) -> list[str]:
+    """The errors of a batch of a wrong width, and of a right one after it."""
+    torch._dynamo.reset()
+    model = nn.Sequential(Block(), Block())
+    plan = zs.Plan(zero=3, transport="network")
+    engine = zs.Engine(model, lambda ps: torch.optim.SGD(ps, lr=0.1), plan, mesh=mesh, loss=lambda out, _: out.mean())
+    for block in model:
+        block.compile(backend="eager", fullgraph=True)
+    return [error_of(lambda x=x: engine.train_step(x)) for x in (torch.ones(2, 8), torch.ones(2, 16))]
+
+
+@pytest.mark.parametrize("options", [{"mode": "reduce-overhead"}, {"mode": "max-autotune"}, {"backend": "cudagraphs"}])
+@pytest.mark.parametrize("path", ["", "0", "1.up"])
+def test_cuda_graphs_are_refused_by_name_in_place(path: str, options: dict[str, Any]) -> None:
+    engine = engine_of()
+    with pytest.raises(zs.PlanError, match=f"{next(iter(options.values()))}.*records CUDA graphs"):
+        engine.model.get_submodule(path).compile(**options)
+
+
+@pytest.mark.filterwarnings("ignore")  # of inductor, about torch's own calls
+@pytest.mark.parametrize("zero", [0, 3])
+def test_cuda_graphs_are_refused_by_name_before_and_around_the_engine(zero: int) -> None:
+    block = Block()
+    block.compile(mode="reduce-overhead")
+    for blocks in ([Block(), block], [torch.compile(Block(), mode="max-autotune"), Block()]):
+        with pytest.raises(zs.PlanError, match=r"with which '[01]' is compiled.* records CUDA graphs.*'default'"):
+            zs.Engine(nn.Sequential(*blocks), lambda ps: torch.optim.SGD(ps, lr=0.1), zs.Plan(zero=zero))
+    engine = engine_of(zero=zero)
+    for call in (torch.compile(engine.model, mode="reduce-overhead"), torch.compile(engine, mode="max-autotune")):
+        with pytest.raises(zs.PlanError, match=r"'reduce-overhead'.* around the engine's model records CUDA graphs"):
+            call(torch.ones(2, 16))
+    x = torch.ones(2, 16)
+    assert torch.compile(engine.model, backend="eager")(x).equal(engine(x))
+
+
 @pytest.mark.whole
 @pytest.mark.filterwarnings("ignore")  # of inductor, about torch's own calls
 @pytest.mark.parametrize("settings", PLANS[:2], ids=str)
@@ -130,6 +244,7 @@ def test_a_copy_of_a_compiled_block_runs_its_own_weights() -> None:
     ("settings", "options", "words"),
     [
         ({}, {"mode": "reduce-overhead"}, "mode='reduce-overhead' records CUDA graphs"),
+        ({}, {"backend": "cudagraphs"}, "backend='cudagraphs' records CUDA graphs"),
         ({}, {"options": {"triton.cudagraphs": True}}, "cudagraphs.* records CUDA graphs"),
         ({"rng": "exact"}, {}, "rng='exact' replaces random draws"),
         ({"activations": zs.Activations(compress=("binarize",))}, {}, "activations.compress=.* replaces saved"),

@@ -1,7 +1,9 @@
-"""Transforms of `torch.func` around a model of an engine, and inside of its forward."""
+"""Transforms of `torch.func` around a model of an engine, and inside of its forward; copies of trees."""
 
+from collections import UserDict
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -9,8 +11,10 @@ import torch
 from pool import Pool
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp, vmap
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import zeroshard as zs
+from zeroshard.units.hooks import map_tensors, tensors_of
 
 SCRIPTED = pytest.mark.filterwarnings("ignore:.torch.jit.script. is:DeprecationWarning")  # by torch, for jvp
 
@@ -165,3 +169,72 @@ def test_transforms_that_meet_functions_of_the_engine_are_refused(pool: Pool) ->
     for inside, around in pool.run(refusals, 2):
         assert "called in the forward of a model" in inside and "Use zero=2" in inside
         assert "engine.state_dict()" in around and "recompute" in around
+
+
+# Copies of trees with other tensors
+
+
+@dataclass
+class Record:
+    hidden: Tensor
+    notes: dict[str, Any] = field(default_factory=dict)
+    next: "Record | None" = None
+
+    def __post_init__(self) -> None:
+        self.notes["made"] = self.notes.get("made", 0) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    value: Tensor
+    name: str = "frozen"
+
+
+@dataclass
+class Late:
+    """A field that no constructor sets."""
+
+    value: Tensor = field(init=False)
+    other: int = 0
+
+
+def doubled(tree: Any) -> Any:
+    return map_tensors(lambda tensor: 2 * tensor, tree)
+
+
+def test_records_are_copied_with_their_tensors_and_the_originals_stay() -> None:
+    inner = Record(torch.ones(2), {"list": [torch.ones(1), "text"]})
+    outer = Record(torch.ones(3), {"frozen": Frozen(torch.ones(1))}, inner)
+    (found,) = doubled([outer])
+    assert found.hidden.tolist() == [2, 2, 2] and found.next.notes["list"][0].tolist() == [2]
+    assert found.notes["frozen"].value.tolist() == [2] and found.notes["frozen"].name == "frozen"
+    assert outer.hidden.tolist() == [1, 1, 1] and inner.notes["list"][0].tolist() == [1] and outer.next is inner
+    assert found.notes["made"] == found.next.notes["made"] == 1  # no constructor ran again
+
+
+def test_mappings_of_other_classes_and_packed_sequences() -> None:
+    batch = UserDict({"x": torch.ones(2), "name": "batch"})
+    packed = pack_sequence([torch.ones(3, 1), torch.ones(2, 1)])
+    new, again = doubled((batch, packed))
+    assert type(new) is UserDict and new["x"].tolist() == [2, 2] and new["name"] == "batch"
+    assert batch["x"].tolist() == [1, 1]
+    assert isinstance(again, PackedSequence) and again.data.tolist() == [[2.0]] * 5
+    assert [tensor.dtype for tensor in tensors_of(packed)] == [torch.float32, torch.int64]
+
+
+def test_a_record_that_holds_itself_or_lacks_a_field() -> None:
+    ring = Record(torch.ones(1))
+    ring.next = ring
+    found = doubled(ring)
+    assert found.next is found and found is not ring and found.hidden.tolist() == [2]
+    assert doubled(Late()).other == 0
+
+
+@pytest.mark.parametrize("item", [None, "text", 3, Record, nn.Linear(1, 1), torch.distributions.Normal(0.0, 1.0)])
+def test_other_objects_stay(item: Any) -> None:
+    assert doubled(item) is item and tensors_of(item) == []
+
+
+def test_unchanged_tensors_are_shared() -> None:
+    record = Record(torch.ones(2))
+    assert map_tensors(lambda tensor: tensor, record).hidden is record.hidden

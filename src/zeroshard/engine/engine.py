@@ -892,6 +892,7 @@ class Engine(GradientAccess, JoinAccess, MethodAccess):
     def _conclude(self, verdict: Verdict | None, loss: torch.Tensor | None) -> StepResult:
         """Count a step and its traffic."""
         self.steps += 1
+        torch.clear_autocast_cache()  # of the weights before the update
         if self.mesh.heartbeat is not None:
             self.mesh.heartbeat.step(self.steps)
         if self._savings.last is not None:

@@ -8,7 +8,6 @@ before the saved tensor is read, whatever path the backward took.
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,9 +25,11 @@ from zeroshard.precision.clash import explain_clash
 from zeroshard.saved.kept import CountedTensor, HooksOfForward, Kept, Stored
 from zeroshard.step.backward import Backward
 from zeroshard.units import values_of
+from zeroshard.units.compiling import check_compiler
 from zeroshard.units.hooks import (
     Hook,
     absent_in_transform,
+    active_compiler,
     explain_transform,
     listen,
     outside,
@@ -173,15 +174,19 @@ class Forward:
         """Wait for each unit's new weights before its use; for the root's when the model is entered."""
         for number in self._late.awaited(range(self._root)):
             unit = self._parts.units[number]
-            for module in {unit.module, *unit.owners}:
-                wait = partial(_have, self._late, number)
-                module.register_forward_pre_hook(outside(wait), prepend=True)
+            wait = _Wait(self._late, number)
+            unit.module.register_forward_pre_hook(outside(wait.before), prepend=True)
+            for module in {*unit.owners} - {unit.module}:
+                module.register_forward_pre_hook(Hook(wait.before_owner), prepend=True)
 
     def _enter_model(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         begins, began = False, self._late.background.now()
+        if (compiler := active_compiler()) is not None:
+            check_compiler(compiler)
         if self.transformed(self._root):
             self._open.append((None, begins, began))
             return self._cast(args, kwargs)
+        torch.clear_autocast_cache()  # weights have changed since, where one torch.autocast is around several steps
         self._backward.forget_interrupted()
         self._late.entering(self._root, trains=torch.is_grad_enabled())
         if not (self.writes.allowed or self._open):
@@ -285,8 +290,22 @@ class Forward:
             self.saver.settle()
 
 
-def _have(late: LateUpdates, unit: int, *_: Any) -> None:
-    late.need(unit)
+class _Wait:
+    """The hooks of a unit whose new weights arrive after the step."""
+
+    __slots__ = ("late", "unit")
+
+    def __init__(self, late: LateUpdates, unit: int) -> None:
+        self.late, self.unit = late, unit
+
+    def before(self, module: nn.Module, args: Any) -> None:
+        """Wait before the forward of the unit."""
+        self.late.need(self.unit)
+
+    def before_owner(self, module: nn.Module, args: Any) -> None:
+        """Wait before the forward of a module that holds one of its parameters; in a graph the unit has waited."""
+        if not torch.compiler.is_dynamo_compiling():
+            self.late.need(self.unit)
 
 
 class _SavedWeight:

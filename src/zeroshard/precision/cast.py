@@ -10,10 +10,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.parametrizations import _Orthogonal, _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.utils._pytree import tree_map_only
 
 from zeroshard.errors import PlanError
 from zeroshard.quantized.weights import KEEPS_DTYPE
+from zeroshard.units.hooks import map_tensors
 
 FP32 = "computes_in_fp32"  # an attribute, true of modules that compute in fp32 without being named
 RETURNS_FP32 = "returns_fp32"  # and one of modules whose outputs are not cast back
@@ -38,7 +38,7 @@ class Precision:
         return torch.float32 if stays_fp32 else self.compute
 
     def cast_inputs(self, args: Any) -> Any:
-        """Floating-point tensors of a model's inputs in the dtype of computation."""
+        """A model's inputs with their floating-point tensors in the dtype of computation, those in dataclasses too."""
         return args if self.compute is None else _cast(args, self.compute)
 
 
@@ -129,7 +129,7 @@ def _mixed_buffer(module: nn.Module) -> str | None:
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:
-    return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, tree)
+    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, tree)
 
 
 def _to_fp32(module: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -5,30 +5,28 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from zeroshard.errors import BatchError
 from zeroshard.precision.clash import raise_explained
 from zeroshard.step.losses import Loss
+from zeroshard.units.hooks import map_tensors, tensors_of
 
 
 def microbatches(batch: Any, count: int) -> list[Any]:
-    """Cut every tensor of a batch along its first dimension into `count` even parts.
+    """Cut every tensor of a batch, in dataclasses too, along its first dimension into `count` even parts.
 
     Raises:
         BatchError: a tensor whose first dimension does not divide, or no tensor at all.
     """
     if count == 1:
         return [batch]
-    leaves, spec = tree_flatten(batch)
-    size = _common_size(leaves)
+    size = _common_size(batch)
     if size == 0 or size % count:
         raise BatchError(
             f"A batch of {size} does not divide into {count} microbatches; make the batch a multiple of {count}, "
             f"change microbatches, or give the loss as (sum, count)."
         )
-    cut = [leaf.chunk(count) if isinstance(leaf, torch.Tensor) else [leaf] * count for leaf in leaves]
-    return [tree_unflatten([part[m] for part in cut], spec) for m in range(count)]
+    return [_rows(batch, size * m // count, size * (m + 1) // count) for m in range(count)]
 
 
 def uneven_microbatches(batch: Any, count: int) -> list[tuple[Any, float]]:
@@ -39,15 +37,11 @@ def uneven_microbatches(batch: Any, count: int) -> list[tuple[Any, float]]:
     """
     if count == 1:
         return [(batch, 1.0)]
-    leaves, spec = tree_flatten(batch)
-    size = _common_size(leaves)
+    size = _common_size(batch)
     if size < count:
         raise BatchError(f"A batch of {size} does not make {count} microbatches; give {count} rows or more at a time.")
     ends = [size * k // count for k in range(count + 1)]
-    cut = [
-        [leaf[a:b] for a, b in pairwise(ends)] if isinstance(leaf, torch.Tensor) else [leaf] * count for leaf in leaves
-    ]
-    return [(tree_unflatten([part[m] for part in cut], spec), (ends[m + 1] - ends[m]) / size) for m in range(count)]
+    return [(_rows(batch, first, last), (last - first) / size) for first, last in pairwise(ends)]
 
 
 def even_share(loss: Loss, share: float, batch: Any, count: int) -> Loss:
@@ -66,9 +60,14 @@ def even_share(loss: Loss, share: float, batch: Any, count: int) -> Loss:
     return Loss(loss.value / count, share=loss.share / count)
 
 
-def _common_size(leaves: list[Any]) -> int:
-    """The first dimension of all tensors among the leaves."""
-    sizes = {leaf.shape[0] if leaf.dim() else 0 for leaf in leaves if isinstance(leaf, torch.Tensor)}
+def _rows(batch: Any, first: int, last: int) -> Any:
+    """A batch with these rows of every tensor."""
+    return map_tensors(lambda tensor: tensor[first:last], batch)
+
+
+def _common_size(batch: Any) -> int:
+    """The first dimension of all tensors of a batch."""
+    sizes = {tensor.shape[0] if tensor.dim() else 0 for tensor in tensors_of(batch)}
     if len(sizes) != 1:
         raise BatchError(
             f"The batch's tensors have the first dimensions {sorted(sizes)}; microbatches need one common size to cut."

@@ -2,11 +2,18 @@
 
 Gathers, recomputation and the exchange of tokens stay outside of the graph, so a block that is computed again runs its
 graph again, and no graph holds a weight that is freed after the forward.
+
+[Note: compiled in place] `module.compile()` of torch makes a graph of the module's call, with its hooks and with the
+layers around its forward. The engine's hooks that gather are called around that graph. Torch's `compile` of each module
+is replaced on the object, so that this holds whenever it is called.
 """
 
 import copy
-from collections.abc import Iterable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -15,9 +22,11 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from zeroshard.errors import PlanError
 from zeroshard.units.forwards import Forward, insert, layers_of
+from zeroshard.units.hooks import Outside
 
 LAYER = "graph"
 RECORDS_ADDRESSES = ("reduce-overhead", "max-autotune")  # modes with graphs of CUDA, which read fixed addresses
+CUDA_GRAPHS = "triton.cudagraphs"  # the setting that those modes make
 
 
 def compile_blocks(blocks: Iterable[nn.Module], options: Mapping[str, Any]) -> None:
@@ -45,13 +54,145 @@ def check_options(options: Mapping[str, Any]) -> None:
     Raises:
         PlanError: with the way out.
     """
-    mode, more = options.get("mode"), options.get("options") or {}
-    named = f"mode={mode!r}" if mode in RECORDS_ADDRESSES else "options={'triton.cudagraphs': True}"
-    if mode in RECORDS_ADDRESSES or more.get("triton.cudagraphs"):
-        raise PlanError(
-            f"{named} records CUDA graphs, which read weights where they lay in the first step; the engine's buffers "
-            f"move. Use mode='default' or mode='max-autotune-no-cudagraphs'."
-        )
+    mode, more, backend = options.get("mode"), options.get("options") or {}, options.get("backend")
+    if mode in RECORDS_ADDRESSES:
+        raise _records(f"mode={mode!r}")
+    if more.get(CUDA_GRAPHS):
+        raise _records(f"options={{'{CUDA_GRAPHS}': True}}")
+    if backend == "cudagraphs":
+        raise _records(f"backend={backend!r}")
+
+
+def _records(named: str, where: str = "") -> PlanError:
+    return PlanError(
+        f"{named}{where} records CUDA graphs, which read weights where they lay in the first step; the engine's "
+        f"buffers move. Use mode='default' or mode='max-autotune-no-cudagraphs'."
+    )
+
+
+def follow_compiling(model: nn.Module) -> None:
+    """Keep the engine's hooks outside of the graphs of modules that are or will be compiled in place.
+
+    Raises:
+        PlanError: a module is compiled with graphs that read weights at fixed addresses.
+    """
+    for path, module in model.named_modules():
+        compiled = module._compiled_call_impl
+        config = getattr(compiled or module, "get_compiler_config", dict)()  # of a graph, or of a wrapped module
+        if config and config.get(CUDA_GRAPHS):
+            raise _records("mode='reduce-overhead' or 'max-autotune'", f", with which '{path}' is compiled,")
+        if compiled is not None and not isinstance(compiled, CompiledCall):
+            module._compiled_call_impl = CompiledCall(module, compiled)
+        vars(module)["compile"] = _Compile(module)
+
+
+def check_compiler(compiler: Any) -> None:
+    """Refuse a forward in a graph that reads weights at fixed addresses.
+
+    Such a graph is made by `torch.compile(engine.model)` without a word to the engine.
+
+    Args:
+        compiler: of `hooks.active_compiler`.
+
+    Raises:
+        PlanError: with the way out.
+    """
+    backend: Any = torch._dynamo.eval_frame.innermost_backend(compiler)
+    if getattr(backend, "config", {}).get(CUDA_GRAPHS):
+        raise _records("mode='reduce-overhead' or 'max-autotune'", " of a torch.compile around the engine's model")
+
+
+class CompiledCall:
+    """The graph of a module that is compiled in place, with hooks of engines around it ([Note: compiled in place])."""
+
+    def __init__(self, module: nn.Module, compiled: Callable[..., Any]) -> None:
+        self._module, self._compiled = weakref.ref(module), compiled
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module."""
+        module = self._module()
+        assert module is not None
+        before, after = _outside(module._forward_pre_hooks), _outside(module._forward_hooks)
+        output, left = None, dict(after)
+        with _skipped_in_graph([*before.values(), *after.values()]):
+            try:
+                for key, hook in before.items():
+                    if key in module._forward_pre_hooks_with_kwargs:
+                        args, kwargs = hook.call(module, args, kwargs) or (args, kwargs)
+                    else:
+                        hook.call(module, args)
+                output = self._compiled(*args, **kwargs)
+                for key, hook in after.items():
+                    left.pop(key)
+                    changed = _leave(module, key, hook, (args, kwargs, output))
+                    output = output if changed is None else changed
+            except Exception:
+                for key in module._forward_hooks_always_called & left.keys():
+                    with suppress(Exception):  # the first error is the cause
+                        _leave(module, key, left[key], (args, kwargs, output))
+                raise
+        return output
+
+
+def _outside(hooks: Mapping[int, Any]) -> dict[int, Outside]:
+    """Those among a module's hooks that belong around its graph."""
+    return {key: hook for key, hook in hooks.items() if isinstance(hook, Outside) and not hook.skipped}
+
+
+@contextmanager
+def _skipped_in_graph(hooks: Iterable[Outside]) -> Iterator[None]:
+    """Inside, these hooks do nothing in the graph of their module."""
+    for hook in hooks:
+        hook.skipped = True
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.skipped = False
+
+
+def _leave(module: nn.Module, key: int, hook: Outside, seen: tuple[Any, Any, Any]) -> Any:
+    """Call a hook after a forward with the (args, kwargs, output) that it asks for."""
+    args, kwargs, output = seen
+    if key in module._forward_hooks_with_kwargs:
+        return hook.call(module, args, kwargs, output)
+    return hook.call(module, args, output)
+
+
+class _Compile:
+    """Replaces `Module.compile` on an engine's module; copies of the module have torch's own."""
+
+    __slots__ = ("_module",)
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+
+    def __call__(self, *args: Any, **options: Any) -> None:
+        """Compile the module in place.
+
+        Raises:
+            PlanError: an option records addresses of weights.
+        """
+        module = self._module()
+        assert module is not None
+        check_options(options)
+        type(module).compile(module, *args, **options)
+        assert module._compiled_call_impl is not None
+        module._compiled_call_impl = CompiledCall(module, module._compiled_call_impl)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        module = self._module()
+        assert module is not None
+        return _plain_compile, (module,)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MethodType:
+        module = self._module()
+        assert module is not None
+        return _plain_compile(memo[id(module)])
+
+
+def _plain_compile(module: nn.Module) -> MethodType:
+    return MethodType(type(module).compile, module)
 
 
 class _Graph:

@@ -107,7 +107,7 @@ def _assign_parameters(model: nn.Module, modules: dict[str, nn.Module], units: l
             uses.setdefault(parameter, []).append(path)
     unit_of = {unit.module: unit for unit in units}
     for parameter, paths in uses.items():
-        first, *others = [_around(path, modules) for path in paths]
+        first, *others = [_skipped_in_graph(path, modules) for path in paths]
         innermost = next(module for module in first if module in unit_of and all(module in way for way in others))
         unit_of[innermost].parameters[paths[0]] = parameter
     unit_by_parameter = {parameter: unit for unit in units for parameter in unit.parameters.values()}
@@ -117,7 +117,7 @@ def _assign_parameters(model: nn.Module, modules: dict[str, nn.Module], units: l
             unit.owners.append(module)
 
 
-def _around(path: str, modules: dict[str, nn.Module]) -> list[nn.Module]:
+def _skipped_in_graph(path: str, modules: dict[str, nn.Module]) -> list[nn.Module]:
     """The modules around a parameter, innermost first."""
     names = path.split(".")[:-1]
     return [modules[".".join(names[:n])] for n in range(len(names), -1, -1)]

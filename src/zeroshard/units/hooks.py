@@ -2,19 +2,24 @@
 
 [Note: compiled modules] torch.compile must not trace gathers. The hooks of a unit and of the model are left out of
 the graph, which breaks there; those of modules inside a unit are traced to nothing, since the unit is gathered by then.
+Where a module is compiled in place, such hooks of its own run around its graph, which does not break.
 
 [Note: transforms] Inside of a transform of `torch.func` (`grad`, `vjp`, `jvp`, `vmap` and their like), tensors are
 wrappers without memory of their own, which cannot be gathered into, and torch runs no hooks of saved tensors. A model
 called there computes as without an engine, on weights that are whole already.
 """
 
+import copy
+import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence, Set
+from dataclasses import fields, is_dataclass
 from functools import partial
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from zeroshard.errors import PlanError
 
@@ -38,9 +43,42 @@ class Hook:
         return _nothing
 
 
+OUTSIDE = (
+    "the engine gathers and waits for weights there, outside of graphs; for fullgraph=True compile the blocks, by "
+    "engine.compile(fullgraph=True) or block.compile(fullgraph=True)"
+)
+
+
+class Outside(Hook):
+    """A hook that torch.compile leaves out of its graphs ([Note: compiled modules]).
+
+    Attributes:
+        skipped: whether the hook is called around the graph of its module now, and so not inside of it.
+    """
+
+    __slots__ = ("skipped",)
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        super().__init__(torch.compiler.disable(call, reason=OUTSIDE))
+        self.skipped = False
+
+    def __call__(self, *args: Any) -> Any:
+        """Call the function of the hook, unless it is called around the graph."""
+        return None if self.skipped else self.call(*args)
+
+
 def outside(call: Callable[..., Any]) -> Hook:
     """A hook that torch.compile leaves out of its graphs ([Note: compiled modules])."""
-    return Hook(torch.compiler.disable(call))
+    return Outside(call)
+
+
+def active_compiler() -> Any:
+    """The compiler whose graph breaks around the function that asks, of an `outside` hook; None without one.
+
+    The caller of such a function keeps the compiler that is at work, to go on with it.
+    """
+    compiler = sys._getframe(2).f_locals.get("prior")
+    return compiler if callable(compiler) else None
 
 
 def in_place_of(parameter: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
@@ -175,6 +213,59 @@ def with_tensors(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
         return item
 
     return walk(tree)
+
+
+def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
+    """A copy of a tree with `change` applied to each tensor, in dataclasses and mappings too; the original stays.
+
+    Objects without changed tensors are shared with the original. Constructors of dataclasses are not called; their
+    fields, and not other attributes, are looked through. Objects of any other class stay as they are.
+    """
+    made: dict[int, Any] = {}  # by the identity of a record, its copy: records may hold one another
+
+    def leaf(item: Any) -> Any:
+        if isinstance(item, torch.Tensor):
+            return change(item)
+        if isinstance(item, NOT_WALKED):
+            return item
+        if hasattr(item, "_make"):  # of a class that extends a named tuple, such as PackedSequence
+            return item._make([tree_map(leaf, each) for each in item])
+        if not (is_dataclass(item) or isinstance(item, MutableMapping)):
+            return item
+        if id(item) not in made:
+            made[id(item)] = twin = copy.copy(item)
+            _fill(twin, leaf)
+        return made[id(item)]
+
+    return tree_map(leaf, tree)
+
+
+def tensors_of(tree: Any) -> list[torch.Tensor]:
+    """The tensors to which `map_tensors` applies a change, in its order."""
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(note, tree)
+    return found
+
+
+def _fill(record: Any, leaf: Callable[[Any], Any]) -> None:
+    """Change the members of a copy of a dataclass or mapping where they change."""
+    if is_dataclass(record):
+        held = {field.name: getattr(record, field.name) for field in fields(record) if hasattr(record, field.name)}
+    else:
+        held = dict(record)
+    for key, value in held.items():
+        new = tree_map(leaf, value)
+        if new is value:
+            continue
+        if is_dataclass(record):
+            object.__setattr__(record, key, new)  # a frozen one too
+        else:
+            record[key] = new
 
 
 def _children(item: Any) -> list[tuple[Any, Any]]:

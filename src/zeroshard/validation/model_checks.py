@@ -20,6 +20,7 @@ from zeroshard.parts.weights import ABSENT
 from zeroshard.precision.cast import DTYPES
 from zeroshard.quantized.weights import QuantizedWeight
 from zeroshard.text import format_names
+from zeroshard.units.compiling import follow_compiling
 from zeroshard.units.hooks import Hook
 from zeroshard.units.ignored import is_ignored
 from zeroshard.units.watched_parameters import WatchedParameter
@@ -107,7 +108,12 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def guard(model: nn.Module, forward: Running, staged: bool) -> None:
-    """Make calls raise that load, save or move parameters of `model` without the engine."""
+    """Make calls raise that load, save or move parameters of `model` without the engine.
+
+    Raises:
+        PlanError: a module is compiled with graphs that read weights at fixed addresses.
+    """
+    follow_compiling(model)
     for module in model.modules():
         vars(module)["_apply"] = _Apply(module, forward)
         if module._parameters:
