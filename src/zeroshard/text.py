@@ -2,6 +2,7 @@
 
 import math
 import re
+import textwrap
 from collections.abc import Sequence
 from fractions import Fraction
 
@@ -105,3 +106,12 @@ def format_names(names: Sequence[str], most: int = 5) -> str:
 
 def _signed(text: str) -> str:
     return MINUS + text[1:] if text.startswith("-") else text
+
+
+def wrapped(text: str, columns: int) -> str:
+    """A text with its lines broken at so many columns; lines of a list go on under their second column."""
+    lines = []
+    for line in text.splitlines():
+        listed = re.match(r" +\S.*? {2,}", line)
+        lines += textwrap.wrap(line, columns, subsequent_indent=" " * listed.end() if listed else "") or [""]
+    return "\n".join(lines)

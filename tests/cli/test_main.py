@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -115,6 +116,20 @@ def test_a_mistyped_command(typed: str, meant: str | None, capsys: pytest.Captur
     said = capsys.readouterr().err
     assert left.value.code == 2 and f"There is no command {typed!r}" in said
     assert (f"did you mean {meant}?" in said) == (meant is not None)
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100, 140])
+@pytest.mark.parametrize("command", ["", "simulate", "simulate --all", "plan --params 7e9 --ranks 8", "launch --help"])
+def test_output_fits_the_terminal(
+    command: str, columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    with contextlib.suppress(SystemExit):
+        cli.main(command.split())
+    said = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    lines = [line.rstrip() for line in said.splitlines()]
+    assert len(lines) > 4 and not [line for line in lines if len(line) > columns or "\N{HORIZONTAL ELLIPSIS}" in line]
 
 
 def test_the_process_that_starts_ranks_loads_no_torch() -> None:

@@ -1,6 +1,7 @@
 """`zeroshard simulate`: figures, files, and what it refuses."""
 
 import json
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -155,7 +156,7 @@ def test_the_table_has_a_line_per_rank(capsys: pytest.CaptureFixture[str]) -> No
     main(["simulate", "--schedule", "pipedream", "--stages", "3", "--svg", "timeline-pipedream.svg"])
     out = capsys.readouterr().out
     assert "pipedream: 3 stages, 8 microbatches" in out
-    assert [line.split()[1] for line in out.splitlines() if line.startswith("│")] == ["0", "1", "2"]
+    assert re.findall(r"^ +(\d) +\d ", out, re.MULTILINE) == ["0", "1", "2"]
     assert "24 ms in steady state, where 0.00% is bubble" in out
     assert "Wrote timeline-pipedream.svg" in out
 

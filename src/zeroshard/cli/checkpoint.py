@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,13 +20,15 @@ from zeroshard.checkpoint.folder import find_checkpoint
 from zeroshard.errors import CheckpointError, ConfigError, DamagedError
 from zeroshard.plan import upgraded
 from zeroshard.report.plain_table import plain_table
-from zeroshard.text import format_bytes
+from zeroshard.text import format_bytes, wrapped
 from zeroshard.train.option_tree import Positional
 
-USAGE = """usage: zeroshard checkpoint ls [PATH]        checkpoints of a folder, a run, or all runs (default: runs)
-       zeroshard checkpoint verify PATH    read every byte and compare it with its digest
-       zeroshard checkpoint info PATH      describe one: facts, tensors, bytes
-       zeroshard checkpoint diff A B       compare two, whatever plans wrote them
+USAGE = """usage: zeroshard checkpoint ACTION PATH...
+
+  ls [PATH]    checkpoints of a folder, a run, or all runs (default: runs)
+  verify PATH  read every byte and compare it with its digest
+  info PATH    describe one: facts, tensors, bytes
+  diff A B     compare two, whatever plans wrote them
 
 PATH is a checkpoint, or a run folder, which stands for its newest. All take --json."""
 STEP = re.compile(r"step-(\d+)")
@@ -107,7 +110,7 @@ def run_checkpoint(argv: Sequence[str]) -> None:
     from zeroshard.train.options import HELP, parse
 
     if argv and argv[0] in HELP:
-        print(USAGE)
+        print(wrapped(USAGE, shutil.get_terminal_size((120, 0)).columns))
         return
     if not argv or argv[0] not in OPTIONS:
         found = f"there is no action {argv[0]!r}" if argv else "the action is missing"

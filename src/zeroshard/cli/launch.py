@@ -6,6 +6,7 @@ They are rendered from the templates in `clusters/`; nothing is submitted, and n
 import json
 import re
 import shlex
+import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from typing import Any, ClassVar
 import jinja2
 
 from zeroshard.errors import ConfigError
-from zeroshard.text import parse_bytes
+from zeroshard.text import parse_bytes, wrapped
 from zeroshard.train.option_values import check_least
 
 STOPPED, WRONG = 75, 2  # exit codes of a run: saved on request, and wrong options, data or model
@@ -213,7 +214,7 @@ def run_launch(argv: Sequence[str]) -> None:
 
     own, job = split(argv)
     if own and own[0] in HELP:
-        print(USAGE)
+        print(wrapped(USAGE, shutil.get_terminal_size((120, 0)).columns))
         return
     if not own or own[0] not in CLUSTERS:
         found = f"there is no cluster {own[0]!r}" if own else "the cluster is missing"

@@ -4,6 +4,7 @@ import contextlib
 import difflib
 import importlib
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from zeroshard.errors import ConfigError, NonFiniteError, ZeroshardError
+from zeroshard.text import wrapped
 from zeroshard.train.option_tree import Positional
 from zeroshard.version import __version__
 
@@ -24,23 +26,23 @@ if TYPE_CHECKING:
 
 USAGE = """zeroshard trains PyTorch models that do not fit: on many devices or on one.
 
-  zeroshard train      train a language model (the main job); --ranks N starts N processes on this machine
-  zeroshard run        supervise a job on this machine: restart it after a failure, name the culprit, stop cleanly
-  zeroshard launch     print the files that run a job on a SLURM or Kubernetes cluster
-  zeroshard checkpoint list (ls), verify, describe (info) or compare (diff) checkpoints
-  zeroshard export     write a checkpoint's weights as safetensors under the model's own names
-  zeroshard generate   print text that the model of a run folder generates
-  zeroshard evaluate   measure loss, perplexity and bits per byte of the model of a run folder
-  zeroshard plan       which plans fit and how long a step takes, before anything runs
-  zeroshard verify     train a few steps under a plan and in one process, and name the module that differs
-  zeroshard doctor     check this machine's set-up, and measure what it can do for the planner
-  zeroshard reproduce  compute published numbers again: published, ours, how
-  zeroshard simulate   time, bubble and memory of a pipeline schedule, with its timeline as a picture and a trace
-  zeroshard report     draw the report of a run folder again
-  zeroshard compare    lay several runs over one another, in a table and on one page
-  zeroshard profile    measure the layers of a model on this machine: time, activations, parameters
-  zeroshard partition  split a profiled model into stages and replicas for a cluster
-  zeroshard completion print the script with which bash, zsh or fish completes these commands and their options
+  zeroshard train       train a language model (the main job); --ranks N starts N processes here
+  zeroshard run         supervise a job on this machine: restart it after a failure, name the culprit, stop cleanly
+  zeroshard launch      print the files that run a job on a SLURM or Kubernetes cluster
+  zeroshard checkpoint  list (ls), verify, describe (info) or compare (diff) checkpoints
+  zeroshard export      write a checkpoint's weights as safetensors under the model's own names
+  zeroshard generate    print text that the model of a run folder generates
+  zeroshard evaluate    measure loss, perplexity and bits per byte of the model of a run folder
+  zeroshard plan        which plans fit and how long a step takes, before anything runs
+  zeroshard verify      train a few steps under a plan and in one process, and name the module that differs
+  zeroshard doctor      check this machine's set-up, and measure what it can do for the planner
+  zeroshard reproduce   compute published numbers again: published, ours, how
+  zeroshard simulate    time, bubble and memory of a pipeline schedule, with its timeline as a picture and a trace
+  zeroshard report      draw the report of a run folder again
+  zeroshard compare     lay several runs over one another, in a table and on one page
+  zeroshard profile     measure the layers of a model on this machine: time, activations, parameters
+  zeroshard partition   split a profiled model into stages and replicas for a cluster
+  zeroshard completion  print the script with which bash, zsh or fish completes these commands and their options
 
 zeroshard COMMAND --help lists the options of a command, those of a first run where there are many, and --help-all
 lists all; zeroshard --version says the version."""
@@ -81,6 +83,7 @@ OPTIONS = {  # option classes whose names replace settings in error messages
     "compare": "zeroshard.cli.compare:CompareOptions",
     "completion": "zeroshard.cli.completion:CompletionOptions",
 }
+COLUMNS = 120  # of the list of commands without a terminal
 WITH_MODEL = ("train", "plan", "verify", "profile")
 AGAIN = "ZEROSHARD_AGAIN"  # variable with the command that resumes a run, for the started ranks
 
@@ -114,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _command(argv: list[str]) -> None:
     if not argv or argv[0] in ("-h", "--help", "--help-all"):
-        print(USAGE)
+        print(wrapped(USAGE, shutil.get_terminal_size((COLUMNS, 0)).columns))
         sys.exit(0 if argv else 2)
     if argv[0] == "--version":
         print(__version__)

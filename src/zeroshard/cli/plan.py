@@ -12,7 +12,6 @@ from typing import Any
 
 import tomli_w
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from zeroshard.cli.plan_answer import answer_lines, differing, job_of, listed
@@ -29,6 +28,7 @@ from zeroshard.planner.predict.torch_internals import fakes
 from zeroshard.planner.search.adapted import trained_as, with_adapters
 from zeroshard.planner.search.kept import search_once
 from zeroshard.planner.search.text import describe, left_out, named, why_first
+from zeroshard.report.plain_table import plain_table
 from zeroshard.report.plan_page import write_plan
 from zeroshard.report.plan_text import (
     causes_table,
@@ -226,7 +226,7 @@ def _print(
     if found.best:
         for owners in dict.fromkeys(filter(None, (prediction.owners for prediction in found.best))):
             console.print(owners)
-        console.print(plans_table(found.best))
+        console.print(plans_table(found.best, console.width))
         console.print(why_first(found.best))
     else:
         console.print("\nNo plan fits.")
@@ -275,7 +275,7 @@ def _print_largest(options: PlanOptions, machines: Machines) -> None:
         return
     console = _console()
     console.print(f"The largest GPT on {machines}, {rows} row{'s' * (rows > 1)} of {sequence} tokens per device")
-    console.print(sizes_table(found))
+    console.print(sizes_table(found, console.width))
     console.print()
     for line in (*sizes_lines(found), f"Sizes: {SOURCE}."):
         console.print(line, style="dim")
@@ -285,7 +285,7 @@ def _print_estimates(title: str, found: Found) -> None:
     """Print the first estimates at once, on stderr, apart from the result."""
     console = _console(stderr=True)
     console.print(title)
-    console.print(plans_table(found.best, "First estimates, best first; every plan is rehearsed now"))
+    console.print(plans_table(found.best, console.width, "First estimates, best first; every plan is rehearsed now"))
     console.print()
 
 
@@ -319,9 +319,9 @@ def _print_formulas(parameters: int, ranks: int, as_json: bool) -> None:
     if as_json:
         print(json.dumps([{"zero": zero, "model_state_bytes": round(s.total)} for zero, s in enumerate(states)]))
         return
-    table = Table(title=f"GB of model states per rank: {parameters:.4g} parameters, {ranks} ranks, 16-bit Adam")
-    for column in ("zero", "parameters", "gradients", "master weights", "optimizer states", "total"):
-        table.add_column(column, justify="right")
+    title = f"GB of model states per rank: {parameters:.4g} parameters, {ranks} ranks, 16-bit Adam"
+    heads = ("zero", "parameters", "gradients", "master\nweights", "optimizer\nstates", "total")
+    table = plain_table(title, right=heads)
     for zero, s in enumerate(states):
         parts = (s.parameters, s.gradients, s.master_weights, s.optimizer_states, s.total)
         table.add_row(str(zero), *(f"{float(part) / 1e9:,.2f}" for part in parts))

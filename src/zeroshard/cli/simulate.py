@@ -18,6 +18,7 @@ from rich.table import Table
 from zeroshard.errors import ConfigError
 from zeroshard.pipeline.partition.balance import balance
 from zeroshard.pipeline.partition.profile import Profile
+from zeroshard.report.plain_table import plain_table
 from zeroshard.report.timeline_figure import time_unit, timeline_svg
 from zeroshard.report.timeline_trace import timeline_trace
 from zeroshard.schedule.layout import Layout
@@ -25,7 +26,7 @@ from zeroshard.schedule.orders import SCHEDULES, STREAMING
 from zeroshard.schedule.peaks import Peak, peaks
 from zeroshard.schedule.pipeline import PipelineSchedule
 from zeroshard.schedule.simulate import Costs, Simulation, Timeline, simulate
-from zeroshard.text import format_bytes
+from zeroshard.text import format_bytes, wrapped
 from zeroshard.train.option_values import check_least
 from zeroshard.train.options import parse
 
@@ -210,7 +211,8 @@ def run_simulate(argv: Sequence[str]) -> None:
         print(_summary(outcomes[0]))
     opened = {"trace": " (open it in ui.perfetto.dev)"}
     wrote = [f"Wrote {path}{opened.get(kind, '')}" for kind, path in files.items()]
-    print("\n".join(wrote or ["For its timeline add --svg FILE, --png FILE or --trace FILE, or --out DIR."]))
+    hint = wrapped("For its timeline add --svg FILE, --png FILE or --trace FILE, or --out DIR.", console.width)
+    print("\n".join(wrote or [hint]))
 
 
 @contextlib.contextmanager
@@ -383,10 +385,11 @@ def _drawn(kind: str, timelines: Sequence[Timeline], title: str) -> bytes:
 
 
 def _overview(outcomes: Sequence[Simulated]) -> Table:
-    table = Table(title=f"All schedules, {outcomes[0].shape}")
-    table.add_column("schedule", no_wrap=True)
-    for column in ("step", "bubble", "of ideal", "steady bubble", "in flight", "versions"):
-        table.add_column(column, justify="right")
+    table = plain_table(f"All schedules, {outcomes[0].shape}")
+    table.box = None  # 60 columns are enough then
+    table.add_column("schedule")
+    for column in ("step", "bubble", "of\nideal", "steady\nbubble", "in\nflight", "versions"):
+        table.add_column(column, justify="right", no_wrap=True)
     for o in outcomes:
         run, steady = o.simulation, o.simulation.steady
         table.add_row(
@@ -411,10 +414,11 @@ def _ranks_table(outcome: Simulated) -> Table:
         ("busy_seconds", "idle_seconds", "window_idle_seconds"), time
     )
     formats |= dict.fromkeys(("activation_bytes", "weight_bytes"), format_bytes)
-    table = Table(title=f"{outcome.pipeline.title}: {outcome.shape}")
+    table = plain_table(f"{outcome.pipeline.title}: {outcome.shape}")
     table.add_column("rank", justify="right")
     for name in facts:
-        table.add_column(name.removesuffix("_seconds").removesuffix("_bytes").replace("_", " "), justify="right")
+        head = name.removesuffix("_seconds").removesuffix("_bytes").replace("_", "\n")
+        table.add_column(head, justify="right")
     for rank, row in enumerate(zip(*facts.values(), strict=True)):
         table.add_row(str(rank), *(formats.get(name, str)(cell) for name, cell in zip(facts, row, strict=True)))
     return table

@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from zeroshard.memory.ledger import MODEL_STATES
 from zeroshard.planner.predict.result import Prediction, Refusal, Span
 from zeroshard.planner.search.largest import Largest
 from zeroshard.planner.search.text import MODES, TIME_MODES, alike, categories, found_by, named, seconds, shares, short
@@ -24,7 +25,7 @@ HEADS = {
     "master weights": "master\nweights",
     "optimizer states": "optim.\nstates",
     "activations": "activ.",
-    "buffers": "buffers",
+    "buffers": "buf-\nfers",
     "temporaries": "tempo-\nraries",
 }
 COLOURS = ("blue", "cyan", "magenta", "yellow", "green", "red", "white", "bright_black")
@@ -42,14 +43,20 @@ EDGE = "▔"
 MEMORY_ROWS, TIMELINE_ROWS, PLANS_NAMED, BAR = 12, 16, 3, 30
 WAITS = "* host memory has no room for whole copies of checkpoints: training waits while the rest is written"
 NEAR = 1.5  # times the peak: limit of a drawn capacity
+JOINED = "model states"
+NARROW = 80  # columns of a terminal below which tables leave columns out
 
 
-def plans_table(predictions: Sequence[Prediction], title: str = "Plans, best first") -> RenderableType:
-    """The plans, best first: peak memory and time of each, then its bytes by category; 80 columns are enough."""
-    return Group(_overview(predictions, title), _memory(predictions))
+def plans_table(predictions: Sequence[Prediction], width: int, title: str = "Plans, best first") -> RenderableType:
+    """The plans, best first: peak memory and time of each, then its bytes by category.
+
+    Args:
+        width: columns of the terminal; 80 are enough for all, and 60 for most.
+    """
+    return Group(_overview(predictions, title, width < NARROW), _memory(predictions, width < NARROW))
 
 
-def _overview(predictions: Sequence[Prediction], title: str) -> Table:
+def _overview(predictions: Sequence[Prediction], title: str, narrow: bool) -> Table:
     unit, unit_name = _unit(predictions)
     capacities = {p.capacity_bytes for p in predictions}
     of = f"\nof {_amount(capacities.pop() / unit)}" if len(capacities) == 1 else ""
@@ -64,8 +71,9 @@ def _overview(predictions: Sequence[Prediction], title: str) -> Table:
     table.add_column("fits")
     for head in (f"peak {unit_name}{of}", "step", "tokens/s"):
         table.add_column(head, justify="right", no_wrap=True)
-    table.add_column("bound by", no_wrap=True)
-    table.add_column("timed by")
+    if not narrow:
+        table.add_column("bound by", no_wrap=True)
+        table.add_column("timed by")
     for number, p in enumerate(predictions, 1):
         table.add_row(
             str(number),
@@ -74,24 +82,34 @@ def _overview(predictions: Sequence[Prediction], title: str) -> Table:
             _amount(p.peak_bytes / unit),
             seconds(p.seconds),
             f"{p.tokens_per_second:,.0f}",
-            p.bound,
-            found_by(p.time_mode),
+            *(() if narrow else (p.bound, found_by(p.time_mode))),
         )
     return table
 
 
-def _memory(predictions: Sequence[Prediction]) -> Table:
+def _memory(predictions: Sequence[Prediction], narrow: bool) -> Table:
     unit, unit_name = _unit(predictions)
     table = plain_table(f"{unit_name} at that peak, on the rank that needs most")
     table.add_column("", justify="right", style="bold")
-    held = [c for c in categories(predictions) if any(p.memory.get(c) for p in predictions)]
-    for head in ("rank", *(HEADS.get(c, c) for c in held), "all"):
+    memories = [_joined(p.memory) if narrow else p.memory for p in predictions]
+    known = dict.fromkeys((JOINED, *categories(predictions)))
+    held = [c for c in known if any(memory.get(c) for memory in memories)]
+    for head in (*(() if narrow else ("rank",)), *(HEADS.get(c, c) for c in held), "all"):
         table.add_column(head, justify="right", no_wrap=True)
-    table.add_column("found by")
-    for number, p in enumerate(predictions, 1):
-        cells = (_amount(nbytes / unit) for nbytes in (*(p.memory.get(c, 0) for c in held), p.peak_bytes))
-        table.add_row(str(number), str(p.rank), *cells, found_by(p.mode))
+    if not narrow:
+        table.add_column("found by")
+    for number, (p, memory) in enumerate(zip(predictions, memories, strict=True), 1):
+        cells = (_amount(nbytes / unit) for nbytes in (*(memory.get(c, 0) for c in held), p.peak_bytes))
+        table.add_row(str(number), *cells) if narrow else table.add_row(
+            str(number), str(p.rank), *cells, found_by(p.mode)
+        )
     return table
+
+
+def _joined(memory: Mapping[str, int]) -> dict[str, int]:
+    """Bytes by category, with those of all model states as one."""
+    states = sum(nbytes for name, nbytes in memory.items() if name in MODEL_STATES)
+    return {JOINED: states} | {name: nbytes for name, nbytes in memory.items() if name not in MODEL_STATES}
 
 
 def _unit(predictions: Sequence[Prediction]) -> tuple[int, str]:
@@ -118,15 +136,19 @@ def refusals_table(refused: Sequence[Refusal], ranks: int, looked_at: int) -> Re
     return table
 
 
-def sizes_table(found: Sequence[Largest]) -> Table:
-    """The largest member of a family under each plan, its memory, and the next member, which does not fit."""
+def sizes_table(found: Sequence[Largest], width: int) -> Table:
+    """The largest member of a family under each plan, its memory, and the next member, which does not fit.
+
+    Args:
+        width: columns of the terminal; names of sizes are broken where they are few.
+    """
     table = plain_table("Largest model under each plan")
     table.add_column("plan", ratio=1)
     table.add_column("what fits")
-    table.add_column("largest", no_wrap=True)
+    table.add_column("largest", no_wrap=width >= NARROW)
     for head in ("needs GiB", "of"):
         table.add_column(head, justify="right", no_wrap=True)
-    table.add_column("too large", no_wrap=True)
+    table.add_column("too large", no_wrap=width >= NARROW)
     for largest in found:
         member, room = largest.member, _amount(largest.room_bytes / 2**30)
         table.add_row(
@@ -285,9 +307,10 @@ def layers_table(rows: Sequence[ExplainedLayer], ranks: int) -> Table:
 def _bars(title: str, values: Mapping[str, float], format_value: Callable[[float], str]) -> Table:
     table = plain_table(title)
     table.show_header = False
-    sides: tuple[Literal["left", "right"], ...] = ("left", "right", "right", "left")
+    sides: tuple[Literal["left", "right"], ...] = ("left", "right", "right")
     for justify in sides:
         table.add_column(justify=justify, no_wrap=True)
+    table.add_column(no_wrap=True, overflow="crop")
     whole = sum(values.values())
     for name, value in values.items():
         if value:
