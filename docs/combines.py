@@ -3,6 +3,7 @@
 python docs/combines.py > docs/combines.md
 """
 
+import textwrap
 from typing import Any
 
 import zeroshard as zs
@@ -35,18 +36,46 @@ PARTS: dict[str, dict[str, Any]] = {
     "activations": {"offload": "activations"},
     "late": {"offload": "optimizer", "offload.delayed_update": True},
 }
-HEAD = """# What combines
+NAMES = {
+    "groups": "Groups of ranks (HSDP)",
+    "shared": "Shared memory between ranks",
+    "overlap": "Gathers beside the next forward",
+    "bf16": "Mixed precision in bf16",
+    "fp16": "Mixed precision in fp16, with loss scaling",
+    "each": "Gradient accumulation, reduced in each microbatch",
+    "1f1b": "A pipeline under 1F1B",
+    "interleaved": "A pipeline under interleaved 1F1B",
+    "zb-h1": "A pipeline under ZB-H1 (zero bubble)",
+    "uneven": "A pipeline with uneven replicas",
+    "pipedream": "A pipeline under PipeDream, without a flush",
+    "2bw": "A pipeline under PipeDream-2BW, without a flush",
+    "tensor": "Tensor parallelism with sequence parallelism",
+    "heads": "Tensor parallelism without sequence parallelism",
+    "experts": "Expert parallelism (MoE)",
+    "levels": "Expert parallelism in two levels",
+    "states": "CPU offload of optimizer states",
+    "streamed": "CPU offload of states and parameters",
+    "activations": "CPU offload of activations",
+    "late": "CPU offload with delayed updates",
+}
+HEAD = """# Which settings combine?
 
-This page says which parts of a plan combine, and why others do not. Each cell lists the ZeRO stages under which two
-parts combine; a dash means none. An empty cell right of the diagonal means that both parts set the same field; the
-diagonal has each part on its own. A combination without a stage is refused when the plan is made, with the reason in
-the last table. `docs/combines.py` prints this page from the plans themselves.
+Find the first setting below; its section answers for each other setting whether both work in one plan, and under
+which ZeRO stages. Where the answer is no, `zs.Plan(...)` raises a `PlanError` with the reason that stands here, before
+anything runs. `docs/combines.py` prints this page from the plans themselves, and a test compares the two.
 
-An optimizer that needs whole tensors (Adafactor, Muon, 8-bit Adam, Shampoo, ...) combines with every part, but not with
-8-bit or 16-bit `offload.moments`, which are for Adam; see [optimizers](optimizers.md#under-slices).
+An optimizer that needs whole tensors (Adafactor, Muon, 8-bit Adam, Shampoo, ...) combines with every setting, but not
+with 8-bit or 16-bit `offload.moments`, which are for Adam; see [optimizers](optimizers.md#under-slices). Each answer is
+about two settings; a plan with more of them is checked as a whole.
+"""
+MATRIX = """
+## The matrix
+
+The ZeRO stages under which two settings combine; a dash means none. An empty cell right of the diagonal means that both
+set the same field; the diagonal has each setting on its own. Scroll it sideways in a narrow window.
 """
 SAID = """
-| Word | Part of the plan |
+| Word | Settings |
 |---|---|
 """
 
@@ -79,7 +108,7 @@ def refusals(*names: str) -> dict[int, str] | None:
 
 def cell_of(name: str, other: str) -> tuple[str, str]:
     """The ZeRO stages under which two parts combine, and where there are none what is said."""
-    said = refusals(name, other)
+    said = refusals(name, other) if name != other else refusals(name)
     if said is None:
         return "", ""
     allowed = [str(zero) for zero, words in said.items() if not words]
@@ -88,26 +117,52 @@ def cell_of(name: str, other: str) -> tuple[str, str]:
     return " ".join(allowed) or "-", "" if allowed else said[(both or alone)[0]]
 
 
+def answer(name: str, other: str) -> str:
+    """Whether two parts combine, in words; empty where both set the same field."""
+    cell, reason = cell_of(name, other)
+    if cell == "":
+        return ""
+    if cell == "-":
+        return f"No. {reason}"
+    alone = cell_of(name, name)[0]
+    under = "ZeRO stage " + cell if " " not in cell else "ZeRO stages " + ", ".join(cell.split())
+    if cell == "0 1 2 3":
+        return "Yes, under every stage"
+    return f"Yes, under {under}" + (", as on its own" if cell == alone else "")
+
+
+def section(name: str) -> list[str]:
+    """The questions about a part, those with one answer in one row."""
+    fields = ", ".join(f"`{key}={value!r}`" for key, value in PARTS[name].items())
+    lines = ["", f"## {NAMES[name]}", "", *textwrap.wrap(f"Does {fields} work together with ...?", 118), ""]
+    answers: dict[str, list[str]] = {}
+    for other in PARTS:
+        if other != name and (said := answer(name, other)):
+            answers.setdefault(said, []).append(f"{NAMES[other]} (`{other}`)")
+    for said, others in sorted(answers.items(), key=lambda row: row[0].startswith("No")):
+        verdict, _, reason = said.partition(". ")
+        if len(others) == 1:
+            text = f"... {others[0]}? **{verdict.rstrip('.')}.** {reason}"
+        else:
+            text = f"**{verdict.rstrip('.')}**, together with each of these. {reason}"
+        lines += textwrap.wrap(
+            text.rstrip(), 118, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False
+        )
+        lines += [f"  - {one}" for one in others if len(others) > 1]
+    return lines
+
+
 def page() -> str:
     """The page."""
-    lines = [HEAD, "| | " + " | ".join(PARTS) + " |", "|---" * (len(PARTS) + 1) + "|"]
-    refused: dict[str, list[str]] = {}
+    lines = [HEAD.rstrip("\n")]
+    for name in PARTS:
+        lines += section(name)
+    lines += [MATRIX, "| | " + " | ".join(PARTS) + " |", "|---" * (len(PARTS) + 1) + "|"]
     for row, name in enumerate(PARTS):
-        cells = [""] * row
-        for other in list(PARTS)[row:]:
-            cell, said = cell_of(name, other)
-            cells.append(cell)
-            if said:
-                refused.setdefault(said, []).append(f"{name} and {other}")
+        cells = [""] * row + [cell_of(name, other)[0] for other in list(PARTS)[row:]]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    fields = {
-        name: ", ".join(f"`{key}={value!r}`" for key, value in part.items()) for name, part in PARTS.items()
-    }
     lines.append(SAID.rstrip("\n"))
-    lines += [f"| {name} | {text} |" for name, text in fields.items()]
-    lines += ["", "## Reasons", ""]
-    lines += ["| Refused | Because |", "|---|---|"]
-    lines += [f"| {', '.join(pairs)} | {said} |" for said, pairs in refused.items()]
+    lines += [f"| {name} | {NAMES[name]} |" for name in PARTS]
     return "\n".join(lines) + "\n"
 
 
