@@ -16,22 +16,19 @@ import pytest
 from pool import Pool
 
 import zeroshard as zs
-from zeroshard.cli.checkpoint import OPTIONS as CHECKPOINT_OPTIONS
 from zeroshard.cli.compare import CompareOptions
 from zeroshard.cli.completion import CompletionOptions
-from zeroshard.cli.doctor import DoctorOptions
+from zeroshard.cli.early_options import CHECKPOINT as CHECKPOINT_OPTIONS
+from zeroshard.cli.early_options import DoctorOptions, ExportOptions, ProfileOptions, VerificationOptions
 from zeroshard.cli.evaluate import EvaluateOptions
-from zeroshard.cli.export import ExportOptions
 from zeroshard.cli.generate import GenerateOptions
 from zeroshard.cli.launch import CLUSTERS
 from zeroshard.cli.main import ReportOptions
 from zeroshard.cli.partition import PartitionOptions
 from zeroshard.cli.plan_options import PlanOptions
-from zeroshard.cli.profile import ProfileOptions
 from zeroshard.cli.reproduce import ReproduceOptions
 from zeroshard.cli.run import RunOptions
 from zeroshard.cli.simulate import SimulateOptions, run_simulate
-from zeroshard.cli.verify import VerificationOptions
 from zeroshard.pipeline.partition.cluster import Cluster
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.options import parse

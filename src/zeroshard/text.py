@@ -33,8 +33,20 @@ def parse_bytes(size: str | int, name: str = "memory") -> int:
     match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([KMG]i?B|B|)\s*", str(size), re.ASCII)
     number, unit = (Fraction(match[1]), _UNITS[match[2]]) if match else (Fraction(0), 0)
     if not unit or (unit == 1 and "." in str(size)):  # no fractions of a byte
-        raise ConfigError(f"{name} is {size!r}; write bytes, or a number with KiB, MiB, GiB, KB, MB or GB.")
+        meant = re.fullmatch(r"\s*([\d.]+)\s*([kmg])(i?)b?\s*", str(size), re.ASCII | re.IGNORECASE)
+        near = f" Did you mean {meant[1]}{meant[2].upper()}{meant[3].lower()}B?" if meant else ""
+        raise ConfigError(f"{name} is {size!r}; write bytes, or a number with KiB, MiB, GiB, KB, MB or GB.{near}")
     return int(number * unit)
+
+
+def check_unit(name: str, size: str | int) -> None:
+    """Refuse a number without a unit that is too small for the memory of a device or of a machine.
+
+    Raises:
+        ConfigError: `name` is the setting with this value.
+    """
+    if str(size).strip().isdecimal() and 0 < int(size) < 2**20:
+        raise ConfigError(f"{name} is {size}, which is bytes without a unit; write {size}GiB or {size}MiB.")
 
 
 def format_bytes(n: float) -> str:

@@ -215,8 +215,8 @@ def test_damage_leaves_nothing_behind(saved: Saved, capsys: pytest.CaptureFixtur
         ([], "PATH must be given"),
         (["RUN", "--dtype", "fp8"], "dtype"),
         (["RUN", "--to", "pickle"], "--to"),
-        (["RUN", "--max-shard-size", "5 elephants"], "max_shard_size is '5 elephants'; write a size such as"),
-        (["RUN", "--max-shard-size", "0"], "max_shard_size is '0'"),
+        (["RUN", "--max-shard-size", "5 elephants"], "--max-shard-size is '5 elephants'; write a size such as"),
+        (["RUN", "--max-shard-size", "0"], "--max-shard-size is '0'"),
         (["RUN", "--out", "file/w"], "file/w cannot be written"),
     ],
 )

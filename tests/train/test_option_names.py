@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from zeroshard.cli.early_options import VerificationOptions
 from zeroshard.cli.simulate import SimulateOptions
-from zeroshard.cli.verify import VerificationOptions
 from zeroshard.comm.mesh import Mesh
 from zeroshard.errors import ZeroshardError
 from zeroshard.moe.exchange.technique import ExpertTechnique

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,20 +16,12 @@ from rich.table import Table
 from zeroshard.checkpoint import MANIFEST, Reader
 from zeroshard.checkpoint.compare import Comparison, compare
 from zeroshard.checkpoint.folder import find_checkpoint
-from zeroshard.errors import CheckpointError, ConfigError, DamagedError
+from zeroshard.cli.early_options import DiffOptions, InfoOptions, ListOptions, VerifyOptions, read_checkpoint_action
+from zeroshard.errors import CheckpointError, DamagedError
 from zeroshard.plan import upgraded
 from zeroshard.report.plain_table import plain_table
-from zeroshard.text import format_bytes, wrapped
-from zeroshard.train.option_tree import Positional
+from zeroshard.text import format_bytes
 
-USAGE = """usage: zeroshard checkpoint ACTION PATH...
-
-  ls [PATH]    checkpoints of a folder, a run, or all runs (default: runs)
-  verify PATH  read every byte and compare it with its digest
-  info PATH    describe one: facts, tensors, bytes
-  diff A B     compare two, whatever plans wrote them
-
-PATH is a checkpoint, or a run folder, which stands for its newest. All take --json."""
 STEP = re.compile(r"step-(\d+)")
 ASIDE = re.compile(r".+\.bad(-\d+)?")
 LEFT_OVER = re.compile(r".+\.(tmp-[0-9a-f]+|gone-.+)")
@@ -38,46 +29,6 @@ DEPTH = 3  # folders from runs/ down to a checkpoint
 SHORT = 240  # characters of a fact
 ROWS = 24  # of facts that differ
 ADAM, HALF = 12, 2  # bytes per parameter: fp32 weights and Adam's two states; 16-bit weights
-
-
-@dataclass(frozen=True, kw_only=True)
-class ListOptions:
-    """List checkpoints, also those put aside as damaged or left half written."""
-
-    path: Positional[Path] = Path("runs")
-    """A checkpoint, a folder of them, a run folder, or a folder of runs."""
-    json: bool = False
-    """Print JSON instead of tables."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class InfoOptions:
-    """Describe a checkpoint: facts, tensors, bytes."""
-
-    path: Positional[Path]
-    """The checkpoint, or a run folder, which stands for its newest."""
-    json: bool = False
-    """Print JSON instead of tables."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class VerifyOptions(InfoOptions):
-    """Read every byte of a checkpoint and compare it with its digest; exit code 1 if anything is wrong."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DiffOptions:
-    """Compare two checkpoints, whatever plans wrote them; exit code 1 if they hold different states."""
-
-    a: Positional[Path]
-    """One checkpoint, or a run folder, which stands for its newest."""
-    b: Positional[Path]
-    """The other."""
-    json: bool = False
-    """Print JSON instead of tables."""
-
-
-OPTIONS: dict[str, Any] = {"ls": ListOptions, "verify": VerifyOptions, "info": InfoOptions, "diff": DiffOptions}
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,16 +58,9 @@ def run_checkpoint(argv: Sequence[str]) -> None:
     Raises:
         ConfigError: an unknown action. CheckpointError: no checkpoint there, or one that cannot be compared.
     """
-    from zeroshard.train.options import HELP, parse
-
-    if argv and argv[0] in HELP:
-        print(wrapped(USAGE, shutil.get_terminal_size((120, 0)).columns))
-        return
-    if not argv or argv[0] not in OPTIONS:
-        found = f"there is no action {argv[0]!r}" if argv else "the action is missing"
-        raise ConfigError(f"{found}; write zeroshard checkpoint, then one of {', '.join(OPTIONS)}, and a path.")
+    action, options = read_checkpoint_action(argv)
     actions: dict[str, Callable[[Any], bool]] = {"ls": _list, "verify": _verify, "info": _info, "diff": _diff}
-    if not actions[argv[0]](parse(OPTIONS[argv[0]], argv[1:], f"zeroshard checkpoint {argv[0]}")):
+    if not actions[action](options):
         sys.exit(1)
 
 

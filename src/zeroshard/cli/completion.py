@@ -54,10 +54,10 @@ def run_completion(argv: Sequence[str], classes: Callable[[], Mapping[str, Any]]
         classes: called for the class of options of each command; None for those with several.
     """
     shell = parse(CompletionOptions, argv, "zeroshard completion").shell
-    from zeroshard.cli.checkpoint import OPTIONS
+    from zeroshard.cli.early_options import CHECKPOINT
     from zeroshard.cli.launch import CLUSTERS
 
-    several: dict[str, Mapping[str, Any]] = {"checkpoint": OPTIONS, "launch": CLUSTERS}
+    several: dict[str, Mapping[str, Any]] = {"checkpoint": CHECKPOINT, "launch": CLUSTERS}
     commands = {name: [kind] if kind else list(several[name].values()) for name, kind in classes().items()}
     following = {**{name: " ".join(kinds) for name, kinds in several.items()}, "completion": " ".join(get_args(Shell))}
     if shell == "fish":

@@ -3,13 +3,13 @@
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from zeroshard.cli.early_options import DoctorOptions
 from zeroshard.doctor.checkup import Finding, Level, findings_of
 from zeroshard.doctor.facts import Facts, gather_facts
 from zeroshard.doctor.measure import Effort, measure
@@ -25,26 +25,6 @@ PROBLEMS = {
     "shared": "Ranks of this machine send instead; see the finding on shared memory.",
     "disk": "Name a folder that can be written to: --disk PATH.",
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class DoctorOptions:
-    """Check this machine's set-up, and measure what it can do, for the planner."""
-
-    out: Path | None = None
-    """File for the measured profile; by default zeroshard/machine.json in the user's folder for caches."""
-    quick: bool = False
-    """Check only, and measure nothing."""
-    json: bool = False
-    """Print JSON instead of tables."""
-    disk: Path = Path(".")
-    """Folder whose disk is checked and measured; runs would be kept there."""
-
-    def __post_init__(self) -> None:
-        if self.out is not None and self.quick:
-            raise ConfigError("--quick measures nothing, so there is nothing to write to --out; leave out one of them.")
-        if self.out is not None and self.out.is_dir():
-            raise ConfigError(f"{self.out} is a folder; name a file.")
 
 
 def run_doctor(argv: Sequence[str], environment: Mapping[str, str], effort: Effort = Effort()) -> None:

@@ -1,9 +1,8 @@
 """`zeroshard export`: the weights of a checkpoint as safetensors, under the names that the model's files have."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -11,7 +10,6 @@ from zeroshard.checkpoint import CheckpointDisk, Reader, Slot
 from zeroshard.checkpoint.export import (
     CONFIG,
     GENERATION,
-    SHARD_SIZE,
     ExportPlan,
     converted,
     narrowed,
@@ -23,31 +21,15 @@ from zeroshard.checkpoint.export import (
 from zeroshard.checkpoint.file_names import FAMILY, grouped, stacks_apart
 from zeroshard.checkpoint.folder import find_checkpoint
 from zeroshard.checkpoint.weights import SINGLE
+from zeroshard.cli.early_options import ExportOptions
 from zeroshard.errors import CheckpointError
 from zeroshard.interop.huggingface.quantized import METHOD, package
 from zeroshard.quantized.stored import FACT, StoredWeight, stored_weights
 from zeroshard.text import format_bytes
-from zeroshard.train.option_tree import Positional
 
 Source = str | StoredWeight
 STATISTICS = ("_absmax", "_SCB")  # ends of the names of quantised weights' scales
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExportOptions:
-    """Write the weights and buffers of a checkpoint as safetensors, under the names of the model's state_dict."""
-
-    path: Positional[Path]
-    """The checkpoint, or a run folder, which stands for its newest."""
-    to: Literal["safetensors"] = "safetensors"
-    """The format."""
-    out: Path | None = None
-    """Folder to write, which must not be there yet; by default NAME-safetensors here, after the checkpoint's name."""
-    dtype: Literal["fp32", "bf16", "fp16"] | None = None
-    """Dtype of floating-point tensors; by default as saved, which is fp32 where there were master weights."""
-    max_shard_size: str = SHARD_SIZE
-    """Bytes of tensors in one file, at most; a larger tensor has a file of its own."""
 
 
 def run_export(argv: Sequence[str]) -> None:

@@ -68,22 +68,23 @@ COMMANDS = {  # the function of each, which is imported when it runs
 }
 OPTIONS = {  # option classes whose names replace settings in error messages
     "train": "zeroshard.train.config:TrainConfig",
-    "verify": "zeroshard.cli.verify:VerificationOptions",
+    "verify": "zeroshard.cli.early_options:VerificationOptions",
     "generate": "zeroshard.cli.generate:GenerateOptions",
     "evaluate": "zeroshard.cli.evaluate:EvaluateOptions",
     "simulate": "zeroshard.cli.simulate:SimulateOptions",
     "plan": "zeroshard.cli.plan_options:PlanOptions",
     "partition": "zeroshard.cli.partition:PartitionOptions",
-    "profile": "zeroshard.cli.profile:ProfileOptions",
-    "doctor": "zeroshard.cli.doctor:DoctorOptions",
+    "profile": "zeroshard.cli.early_options:ProfileOptions",
+    "doctor": "zeroshard.cli.early_options:DoctorOptions",
     "run": "zeroshard.cli.run:RunOptions",
-    "export": "zeroshard.cli.export:ExportOptions",
+    "export": "zeroshard.cli.early_options:ExportOptions",
     "reproduce": "zeroshard.cli.reproduce:ReproduceOptions",
     "report": "zeroshard.cli.main:ReportOptions",
     "compare": "zeroshard.cli.compare:CompareOptions",
     "completion": "zeroshard.cli.completion:CompletionOptions",
 }
 COLUMNS = 120  # of the list of commands without a terminal
+LOADS_TORCH = ("checkpoint", "export", "verify", "profile", "doctor")  # modules of commands that do, when imported
 WITH_MODEL = ("train", "plan", "verify", "profile")
 AGAIN = "ZEROSHARD_AGAIN"  # variable with the command that resumes a run, for the started ranks
 
@@ -128,6 +129,7 @@ def _command(argv: list[str]) -> None:
         _fail(ConfigError(f"There is no command {argv[0]!r}; {way_out} commands are {', '.join(COMMANDS)}."))
     try:
         _check_model(argv)
+        _read_early(argv)
         _named(COMMANDS[argv[0]])(argv[1:], **_surroundings(argv[0]))
     except ZeroshardError as error:
         _fail(error, argv)
@@ -139,15 +141,23 @@ def _check_model(argv: Sequence[str]) -> None:
     Raises:
         ModelError: as `model_named`.
     """
-    words = list(argv[1 : argv.index("--")] if "--" in argv else argv[1:])
+    words: list[str | None] = list(argv[1 : argv.index("--")] if "--" in argv else argv[1:])
     if argv[0] not in WITH_MODEL or any(word in ("-h", "--help", "--help-all") for word in words):
         return
-    for word, following in pairwise([*words, ""]):
-        option, equals, value = word.partition("=")
-        if option == "--model" and (value or following):
+    for word, following in pairwise([*words, None]):
+        option, equals, value = (word or "").partition("=")
+        if option == "--model" and (equals or following is not None):
             from zeroshard.train.named_models import model_named
 
-            model_named(value if equals else following)
+            model_named(value if equals else following or "")
+
+
+def _read_early(argv: Sequence[str]) -> None:
+    """Refuse wrong options of a command whose module loads torch, before it does."""
+    if argv[0] in LOADS_TORCH:
+        from zeroshard.cli.early_options import read_early
+
+        read_early(argv)
 
 
 def _surroundings(command: str) -> dict[str, Any]:
@@ -161,6 +171,9 @@ def _train(argv: list[str]) -> None:
     threads, launched = os.environ.get("OMP_NUM_THREADS"), os.environ.get("WORLD_SIZE")
     with _ended_by_interrupt():
         config = _train_options(argv)
+        from zeroshard.train.early_checks import refuse_early
+
+        refuse_early(config)
         from zeroshard.cli.run import program, resuming, run_ranks
 
     if config.ranks is not None and launched is None:

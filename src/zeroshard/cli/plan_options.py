@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 from zeroshard.doctor.hardware import Machines
 from zeroshard.doctor.profile import MachineProfile, default_path
 from zeroshard.errors import ConfigError
-from zeroshard.text import parse_bytes
+from zeroshard.text import check_unit, parse_bytes
 from zeroshard.train.config import OptimizerName
 from zeroshard.train.model_shape import configuration, stated_dtype
 from zeroshard.train.named_models import code_named, is_code, model_named
@@ -100,6 +100,7 @@ class PlanOptions:
             raise ConfigError(f"tensor_parallel is {self.tensor_parallel}; it must be 2 or more, or left out.")
         for name in ("gpu_memory", "host_memory"):
             value = getattr(self, name)
+            check_unit(name, value or "")
             try:
                 if value is not None and not parse_bytes(value):
                     raise ConfigError(f"memory is {value!r}; it must be more than 0.")

@@ -3,7 +3,7 @@
 import json
 import platform
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -12,51 +12,18 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from zeroshard.cli.early_options import ProfileOptions
 from zeroshard.data.tokenizer import load_tokenizer
-from zeroshard.errors import ConfigError
 from zeroshard.pipeline.cut.chain import Chain
-from zeroshard.pipeline.partition.measure import REPEATS, measure
+from zeroshard.pipeline.partition.measure import measure
 from zeroshard.pipeline.partition.profile import LayerCost, Profile
 from zeroshard.platform import accelerator
 from zeroshard.report.plain_table import plain_table
 from zeroshard.text import format_bytes
 from zeroshard.train.model import build_model
-from zeroshard.train.option_values import check_least
 
 CPU_FACTS = Path("/proc/cpuinfo")
 STAGES = 4  # in the suggested commands, at most as many as there are layers
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProfileOptions:
-    """Measure the layers of a model on this machine: the time of each, its activations and its parameters."""
-
-    model: str = "tiny"
-    """A built-in size (tiny, small, medium, gpt2, gpt2-xl), a Hugging Face folder or config.json (extra: hf), or code
-    of your own: mine.py, mine.py:Net or package.module:function."""
-    tokenizer: str = "bytes"
-    """bytes, or the path of a tokenizer.json (extra: hf); the text itself is random tokens."""
-    sequence: int = 256
-    """Tokens per row that the model predicts."""
-    rows: int = 4
-    """Rows of a microbatch."""
-    dropout: float = 0.0
-    """Dropout of a built-in model."""
-    repeats: int = REPEATS
-    """Runs of each layer after one to warm up; their median counts."""
-    device: str = "auto"
-    """Device to use: cpu, cuda (ROCm too) or another accelerator by torch's name; auto takes one if there is one."""
-    out: Path = Path("profile.json")
-    """File to write."""
-    json: bool = False
-    """Print the profile as JSON instead of a table."""
-
-    def __post_init__(self) -> None:
-        check_least(self, dict.fromkeys(("sequence", "rows", "repeats"), 1))
-        if not 0 <= self.dropout <= 1:
-            raise ConfigError(f"dropout is {self.dropout}; it must be between 0 and 1.")
-        if self.out.is_dir() or not self.out.absolute().parent.is_dir():
-            raise ConfigError(f"{self.out} cannot be written; name a file in a folder that exists.")
 
 
 def run_profile(argv: Sequence[str], threads: int | None = None) -> None:

@@ -4,19 +4,19 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import torch
 from rich.console import Console
 from torch import Tensor, nn
 
+from zeroshard.cli.early_options import VerificationOptions
 from zeroshard.errors import ConfigError
 from zeroshard.plan import Plan
 from zeroshard.train.gpt import GPT
-from zeroshard.train.named_models import BATCH, is_code, model_named
-from zeroshard.train.option_values import check_least
+from zeroshard.train.named_models import BATCH, model_named
 from zeroshard.train.options import parse
 from zeroshard.train.own_code import check_arguments, import_code, imported
 from zeroshard.train.sizes import SIZES, GPTConfig
@@ -32,49 +32,6 @@ OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": partial(torch.optim.SGD, lr=1e-2, momentum=0.9),
     "adagrad": partial(torch.optim.Adagrad, lr=1e-2),
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class VerificationOptions:
-    """Verify a plan: train a few steps under it and in one process on this machine, and compare them."""
-
-    ELSEWHERE: ClassVar[Mapping[str, tuple[str, str]]] = dict.fromkeys(
-        ("batch", "global_batch", "batch_per_rank"), ("rows", "the rows of one step over all ranks")
-    )
-    plan: Plan = field(default_factory=Plan)
-    """The plan to verify."""
-    model: str = "tiny"
-    """A built-in size (tiny, small, medium, gpt2, gpt2-xl), a Hugging Face folder or config.json (extra: hf), or code
-    of your own: mine.py, mine.py:Net or package.module:function."""
-    batch_of: str | None = None
-    """mine.py:function, from a number of rows to a batch; for your own model; by default the function batch of its
-    file."""
-    loss_of: str | None = None
-    """mine.py:function, of (output, batch) to a mean, or to (sum, count); by default the model's own."""
-    optimizer_of: str | None = None
-    """mine.py:function, of the parameters to an optimizer, in place of optimizer."""
-    optimizer: Literal["adamw", "sgd", "adagrad"] = "adamw"
-    """Which torch.optim optimizer."""
-    ranks: int | None = None
-    """Processes under the plan; by default two for each stage, or two shard groups."""
-    rows: int | None = None
-    """Rows of one step over all ranks; 2 for each microbatch by default."""
-    steps: int = 3
-    """Steps to compare."""
-    exact: bool = True
-    """Compute in fp32 whatever the plan says, so that differences are no rounding; --no-exact keeps its dtypes."""
-    json: bool = False
-    """Print JSON instead of the screen."""
-
-    def __post_init__(self) -> None:
-        check_least(self, dict.fromkeys(("ranks", "rows", "steps"), 1))
-        if self.batch_of is not None and not self.own:
-            raise ConfigError(f"batch_of is for a model of your own and {self.model} makes its own; leave it out.")
-
-    @property
-    def own(self) -> bool:
-        """Whether the model is a class or function of the user's code."""
-        return is_code(self.model)
 
 
 def run_verify(argv: Sequence[str]) -> None:

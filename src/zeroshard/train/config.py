@@ -9,6 +9,7 @@ from zeroshard.data.files import parse_sources
 from zeroshard.errors import ConfigError
 from zeroshard.moe.policy import Mixture
 from zeroshard.plan import RENAMED, Plan, option_of, renamed
+from zeroshard.text import check_unit
 from zeroshard.train.loggers import check_loggers
 from zeroshard.train.option_tree import Named
 from zeroshard.train.option_values import check_least
@@ -196,6 +197,8 @@ class TrainConfig:
                 f"batch_per_rank is {self.batch_per_rank} and microbatches is {self.plan.microbatches}, which does not "
                 f"divide it; make batch_per_rank a multiple of {self.plan.microbatches}."
             )
+        if self.plan.device_memory is not None:
+            check_unit("device_memory", self.plan.device_memory)
         if not self.prompt:
             raise ConfigError("prompt is empty; generation needs at least one character to start from.")
 

@@ -212,8 +212,10 @@ def _refusals(file: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        reason = str(error).partition("\n")[0].partition(". This could be")[0].rstrip(".")
         raise ModelError(
-            f"transformers cannot build a causal language model from {file}: {error}; correct the configuration"
+            f"transformers cannot build a causal language model from {file}: {reason}; correct the configuration, or "
+            f"update transformers"
         ) from error
 
 

@@ -71,6 +71,8 @@ def model_named(text: str) -> NamedModel:
     """
     if text in SIZES:
         return NamedModel("size")
+    if not text.strip():
+        raise ModelError(f"model={text!r} names no model; the sizes are {', '.join(SIZES)}, or give {WAYS}.")
     code = code_named(text)
     if code is not None:
         return NamedModel("code", code=code)
@@ -127,7 +129,8 @@ def defined_in(file: Path) -> list[str] | None:
     try:
         tree = ast.parse(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, SyntaxError) as error:
-        raise ModelError(f"{file} cannot be read as Python ({error}); correct it there.") from error
+        reason = f"{error.msg}, line {error.lineno}" if isinstance(error, SyntaxError) else error
+        raise ModelError(f"{file} cannot be read as Python ({reason}); correct it there.") from error
     names: list[str] = []
     for node in tree.body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
@@ -149,7 +152,7 @@ def listed(names: Iterable[str]) -> str:
 
 def _of_file(text: str, path: Path, name: str) -> Code:
     if not path.is_file():
-        raise ModelError(f"{text} names the file {path}, which does not exist{_meant(str(path))}.")
+        raise ModelError(f"{text} names the file {path}, which does not exist{_meant(str(path))}; give {WAYS}.")
     _check_defined(text, path, name)
     file = path.resolve()
     folder, dotted = file.parent, file.stem

@@ -110,6 +110,8 @@ def _converted(value: Any, hint: Any, convert: Callable[[Any, Any], Any]) -> Any
 
 
 def _from_word(word: str, hint: Any) -> Any:
+    if hint is Path and not word:
+        raise ValueError(word)
     if get_origin(hint) is not Literal:
         return hint(word)
     return _only(choice for choice in get_args(hint) if str(choice) == word)

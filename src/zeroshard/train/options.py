@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import re
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
@@ -39,9 +40,13 @@ def parse(cls: type[Config], argv: Sequence[str], prog: str) -> Config:
     Raises:
         ConfigError: see `load_toml`.
     """
-    first = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False)
+    first = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False, exit_on_error=False)
     first.add_argument("--config", type=Path)
-    known, rest = first.parse_known_args(list(argv))
+    try:
+        known, rest = first.parse_known_args(list(argv))
+    except argparse.ArgumentError as error:
+        print(f"{prog}: --config has no value; it needs the path of a TOML file.", file=sys.stderr)
+        raise SystemExit(2) from error
     given = None if known.config is None else load_toml(known.config, cls)
     helps = [HELP[argument] for argument in rest if argument in HELP]
     if helps:
@@ -88,7 +93,9 @@ def _typed(argv: Sequence[str], options: Sequence[Option]) -> dict[tuple[str, ..
     try:
         known, others = parser.parse_known_args([_dashed(word) for word in argv])
     except argparse.ArgumentError as error:
-        raise ConfigError(f"{error.argument_name}: {error.message}.") from error
+        flags = (error.argument_name or "").split("/")
+        option = next(option for option in options if flags[0] in option.flags)
+        raise _without_value(flags[-1], option, argv) from error
     texts = {int(place): found for place, found in vars(known).items()}
     positional = [place for place, option in enumerate(options) if not option.flags]
     rest = positional and is_list(options[positional[-1]].hint)  # the last positional option takes all further words
@@ -100,6 +107,15 @@ def _typed(argv: Sequence[str], options: Sequence[Option]) -> dict[tuple[str, ..
     if missing:
         raise _WrongOption(f"{' and '.join(_title(option) for option in missing)} must be given.", *missing)
     return values
+
+
+def _without_value(flag: str, option: Option, argv: Sequence[str]) -> _WrongOption:
+    """The error of an option that ends the line or stands before a word with a dash."""
+    typed = next((word for word in map(_dashed, argv) if word in option.flags), flag)
+    following = next((after for word, after in pairwise(map(_dashed, argv)) if word == typed), "")
+    negative = re.fullmatch(r"-\.?\d.*", following)
+    dashed = f" A value that begins with a dash is written {typed}={following}." if negative else ""
+    return _WrongOption(f"{typed} has no value; it needs {described_values(option.hint)}.{dashed}", option)
 
 
 def _dashed(word: str) -> str:
@@ -117,8 +133,9 @@ def _refuse_unknown(others: Sequence[str], most: int, options: Sequence[Option])
         return
     flags = {flag: option for option in options for flag in option.flags}
     near = difflib.get_close_matches(unknown, flags, n=1, cutoff=0.7)
+    near = near or sorted((flag for flag in flags if len(unknown) > 3 and flag.startswith(unknown)), key=len)[:1]
     if not near:
-        raise ConfigError(f"There is no option {unknown} here.")
+        raise ConfigError(f"There is no option {unknown} here; --help lists those that there are.")
     raise _WrongOption(f"There is no option {unknown} here; did you mean {near[0]}?", flags[near[0]])
 
 
