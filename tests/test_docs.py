@@ -374,6 +374,11 @@ def test_the_table_of_what_combines_is_what_plans_say() -> None:
     assert rows["late"].endswith("1 2 3") and "-" in rows["shared"].split(" | ")
 
 
+def test_the_page_of_settings_is_what_the_classes_say() -> None:
+    found = runpy.run_path(str(ROOT / "docs" / "settings.py"))["page"]()
+    assert (ROOT / "docs" / "settings.md").read_text() == found, "print it again: python docs/settings.py"
+
+
 def schedule_row(facts: dict[str, Any]) -> str:
     """The row of `docs/schedules.md` for what `zeroshard simulate --json` says of a schedule."""
     steady = facts.get("steady_bubble_fraction")
