@@ -12,6 +12,7 @@ import torch
 from engine.zoo import OPTIMIZER, WIDTH, Block, values_of
 from pool import Pool
 from torch import Tensor, nn
+from torch.func import jvp, vmap
 from torch.nn.utils import parametrizations, parametrize
 
 import zeroshard as zs
@@ -328,6 +329,74 @@ def assigned(loop: Loop) -> None:
         enter.weight = 0.9 * enter.weight
 
 
+# Derivatives of higher order, and of the forward
+
+
+def penalised(loop: Loop, x: Tensor) -> float:
+    """A penalty on the gradient of each row."""
+    x.requires_grad_()
+    output = loop.call(x)
+    (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+    loss = squares(output) + slope.square().sum(1).mean()
+    loop.backward(loss)
+    return loss.item()
+
+
+def adversarial(loop: Loop, x: Tensor) -> float:
+    """A critic's step (Gulrajani et al., 1704.00028): three forwards, each with a backward of its own."""
+    real, made = loop.call(x).mean(), -loop.call(x.flip(1)).mean()
+    loop.backward(made)
+    loop.backward(real)
+    between = (0.3 * x + 0.7 * x.flip(1)).requires_grad_()
+    (slope,) = torch.autograd.grad(loop.call(between).sum(), between, create_graph=True)
+    penalty = (slope.norm(dim=1) - 1).square().mean()
+    loop.backward(penalty)
+    return float(real.item() + made.item() + penalty.item())
+
+
+class Forces(Chain):
+    """The gradient of an energy is made in the forward, and trained on."""
+
+    def forward(self, x: Tensor) -> Any:
+        x = x.detach().requires_grad_()
+        energy = super().forward(x)
+        (force,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+        return energy + force.square().sum(1, keepdim=True)
+
+
+def along(loop: Loop, x: Tensor) -> float:
+    """A derivative of the output along a direction, as in mean flows (2505.13447), trained through both results."""
+    output, slope = jvp(loop.call, (x,), (x.cos(),))
+    loss = squares(output) + slope.square().mean()
+    loop.backward(loss)
+    return loss.item()
+
+
+def twice_along(loop: Loop, x: Tensor) -> float:
+    output, slope = jvp(lambda x: jvp(loop.call, (x,), (x.cos(),))[1], (x,), (torch.ones_like(x),))
+    loss = squares(output) + slope.square().mean()
+    loop.backward(loss)
+    return loss.item()
+
+
+def each_row(loop: Loop, x: Tensor) -> float:
+    loss = squares(vmap(lambda row: loop.call(row[None])[0])(x))
+    loop.backward(loss)
+    return loss.item()
+
+
+class Mapped(Chain):
+    """Transforms inside of the forward, around blocks that are units."""
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.enter(x)
+        first, *others = self.blocks
+        x = vmap(first)(x)
+        for block in others:
+            x = x + jvp(block, (x,), (x.cos(),))[1]
+        return self.leave(x)
+
+
 # Several losses
 
 
@@ -421,6 +490,16 @@ HABITS: dict[str, Habit] = {
     "parametrizations": Habit(usual, parametrized),
     "cached parametrizations": Habit(cached, parametrized),
     "assigned parametrizations": Habit(usual, parametrized, between=assigned),
+    "gradient penalty": Habit(penalised),
+    "gradient penalty with recomputation": Habit(penalised, plan={"recompute": "blocks"}),
+    "gradient penalty in one unit": Habit(penalised, plan={"units": ()}),
+    "critic": Habit(adversarial),
+    "forces": Habit(usual, Forces),
+    "jvp": Habit(along),
+    "jvp of jvp": Habit(twice_along),
+    "jvp with recomputation": Habit(along, plan={"recompute": "sqrt"}),
+    "vmap": Habit(each_row),
+    "transforms inside": Habit(usual, Mapped),
     "heads": Habit(summed, Heads),
     "heads one by one": Habit(one_by_one, Heads),
     "frugal heads": Habit(frugal, Frugal),
@@ -428,6 +507,7 @@ HABITS: dict[str, Habit] = {
     "one of several losses": Habit(some, Supervised),
 }
 EACH = [list(HABITS)[n::2] for n in range(2)]
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is:DeprecationWarning")  # by torch, for jvp
 
 
 @pytest.mark.parametrize("plan", PLANS)

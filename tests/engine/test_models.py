@@ -10,7 +10,6 @@ import pytest
 import torch
 from engine import zoo
 from engine.zoo import OPTIMIZER, STEPS, WIDTH, ZOO, Case, alone, batch, build, check, engine_for, train, values_of
-from jobs import error_of
 from pool import Pool
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -364,29 +363,13 @@ def smooth_loss(model: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return loss + (len(x) * slope).square().mean()
 
 
-def refuse_smooth(mesh: zs.Mesh) -> str:
-    """The error of second derivatives outside of `gathered()`; then training goes on."""
-    case = ZOO["chain"]
-    engine = engine_for(mesh, case, zero=3, transport="network")
-    x = batch(case, 0, mesh.rank, mesh.ranks)["x"]
-    error = error_of(lambda: smooth_loss(engine, x))
-    engine.backward(engine(x))
-    engine.step()
-    return error
-
-
-def test_second_derivatives_of_sliced_weights_are_refused_with_the_way_out(pool: Pool) -> None:
-    for error in pool.run(refuse_smooth, 2):
-        assert "PlanError: A backward with create_graph=True" in error and "with engine.gathered():" in error
-
-
-def train_smooth(mesh: zs.Mesh, plan: str) -> Any:
-    """Second derivatives, inside of `gathered()`."""
+def train_smooth(mesh: zs.Mesh, plan: str, gathered: bool) -> Any:
+    """Second derivatives, in or outside of `gathered()`."""
     case = ZOO["chain"]
     engine = engine_for(mesh, case, **PLANS[plan])
     losses = []
     for step in range(STEPS):
-        with engine.gathered():
+        with engine.gathered() if gathered else nullcontext():
             loss = smooth_loss(engine, batch(case, step, mesh.rank, mesh.ranks)["x"])
             engine.backward(loss)
         engine.step()
@@ -395,10 +378,11 @@ def train_smooth(mesh: zs.Mesh, plan: str) -> Any:
 
 
 @pytest.mark.parametrize("plan", FEW)
-def test_second_derivatives_inside_gathered(pool: Pool, plan: str) -> None:
+@pytest.mark.parametrize("gathered", [False, True])
+def test_second_derivatives(pool: Pool, gathered: bool, plan: str) -> None:
     losses, (weights,) = alone(Case(Smooth, zoo.numbers()))
     expected = {name.removeprefix("model."): value for name, value in weights.items()}
-    check(pool.run(train_smooth, 2, plan), losses, [expected])
+    check(pool.run(train_smooth, 2, plan, gathered), losses, [expected])
 
 
 # Edges of the model

@@ -2,12 +2,14 @@
 
 [Note: saved weights] Autograd saves weights, or views of them, for the backward. A saved tensor that lives in a
 gathered buffer is kept as it is (it pins no memory, the storage is emptied under it) and its unit is gathered again
-before the saved tensor is read, whatever path the backward took.
+before the saved tensor is read, whatever path the backward took. A backward that makes a graph (create_graph=True)
+outside of a forward runs without these hooks; the weights that its graph saves are copies.
 """
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +19,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from zeroshard.access.writes import Writes
 from zeroshard.autograd.embeddings import make_rows_alone
 from zeroshard.engine.build import Assembly
-from zeroshard.errors import PlanError
 from zeroshard.memory.ledger import Ledger
 from zeroshard.parts.part import LateUpdates, Part
 from zeroshard.parts.weights import ABSENT, Gatherer, PassKind, Weights
@@ -33,9 +34,12 @@ from zeroshard.units.hooks import (
     explain_transform,
     listen,
     outside,
+    outside_transforms,
     place_of,
+    runs_saved_hooks,
     tensors_in,
     transforming,
+    unwrapped,
     with_tensors,
 )
 from zeroshard.validation.model_checks import refuse_renormalising
@@ -56,7 +60,7 @@ class Forward:
         self._precision, self.saver = assembly.precision, assembly.saver
         self._backward, self._ledger = backward, ledger
         self._root = len(self._parts.units) - 1
-        self._open: list[tuple[saved_tensors_hooks | None, bool, float]] = []
+        self._open: list[_Call] = []
         self._homes: dict[int, tuple[int, Weights]] = {}
         self._find_homes()
         self._known: set[int] = set()  # storages of weights, which are no activations
@@ -121,7 +125,8 @@ class Forward:
         """Gather a unit, in a backward that a recomputation begins before any other hook."""
         if not self._open and torch._C._current_graph_task_id() != -1:
             self._backward.begin()
-        self._gatherer.need(unit)
+        with outside_transforms():
+            self._gatherer.need(unit)
 
     @contextmanager
     def gathered(self, unit: int) -> Iterator[None]:
@@ -134,12 +139,16 @@ class Forward:
         """Whether a module of a unit runs inside of a transform of `torch.func`, as without an engine.
 
         Raises:
-            PlanError: the unit is on other ranks.
+            PlanError: the unit is on other ranks, and the transform takes gradients.
         """
-        found = transforming()
-        if found and any(part.weights.residence in ABSENT for part in self._parts.of_units[unit]):
+        if not transforming():
+            return False
+        if runs_saved_hooks() and (self._open or self.lone.open):
+            return bool(self._open) and self._open[-1].plainly
+        present = all(part.weights.residence not in ABSENT for part in self._parts.of_units[unit])
+        if not (present or runs_saved_hooks()):
             raise absent_in_transform(self._parts.units[unit].label)
-        return found
+        return present
 
     def leaving(self, output: Any, unit: int | None = None) -> Any:
         """A module's output, with copies of the tensors that lie in a buffer about to be emptied.
@@ -149,7 +158,7 @@ class Forward:
         """
 
         def goes(tensor: torch.Tensor) -> bool:
-            home = self._homes.get(place_of(tensor))
+            home = self._homes.get(place_of(unwrapped(tensor)))
             return home is not None and unit in (None, home[0])
 
         if any(map(goes, tensors_in(output))):
@@ -180,12 +189,21 @@ class Forward:
                 module.register_forward_pre_hook(Hook(wait.before_owner), prepend=True)
 
     def _enter_model(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        begins, began = False, self._late.background.now()
         if (compiler := active_compiler()) is not None:
             check_compiler(compiler)
-        if self.transformed(self._root):
-            self._open.append((None, begins, began))
-            return self._cast(args, kwargs)
+        began, plainly = self._late.background.now(), self.transformed(self._root)
+        with outside_transforms():
+            begins = self._late.finish() if plainly else self._begin(args, kwargs)
+        hooks = None
+        if torch.is_grad_enabled() and not plainly and (self._homes or self._counts or self.saver.moves):
+            hooks = HooksOfForward(*self.hooks)
+            hooks.__enter__()
+        self._open.append(_Call(hooks, bool(begins), began, plainly))
+        return self._cast(args, kwargs)
+
+    def _begin(self, args: Any, kwargs: Any) -> bool:
+        """Begin a forward of the model, with its root gathered; returns whether it is a pass of its own."""
+        begins = False
         torch.clear_autocast_cache()  # weights have changed since, where one torch.autocast is around several steps
         self._backward.forget_interrupted()
         self._late.entering(self._root, trains=torch.is_grad_enabled())
@@ -201,15 +219,10 @@ class Forward:
                 self._gatherer.begin(PassKind.FORWARD if torch.is_grad_enabled() else PassKind.EVALUATION)
                 begins = True
             self._gatherer.need(self._root)
-        hooks = None
         self._counts = self._ledger.recording or self._ledger.limits_activations
         if self._counts or self.saver.moves:
             self._known = {place_of(buffer) for part in self._parts.all for buffer in part.versions.buffers}
-        if torch.is_grad_enabled() and (self._homes or self._counts or self.saver.moves):
-            hooks = HooksOfForward(*self.hooks)
-            hooks.__enter__()
-        self._open.append((hooks, begins, began))
-        return self._cast(args, kwargs)
+        return begins
 
     def _cast(self, args: Any, kwargs: Any) -> Any:
         """The inputs of the model in the dtype of computation."""
@@ -222,24 +235,24 @@ class Forward:
         if output is None and (error := sys.exc_info()[1]) is not None:
             explain_clash(error, module, self._precision)
             explain_transform(error)
-        hooks, begins, began = self._open.pop()
-        if hooks is not None:
-            hooks.__exit__(None, None, None)
-        if sys.exc_info()[0] is None:
-            self._late.finish()
-        self._late.background.note("forward", began)
-        if begins:
-            if output is None and sys.exc_info()[0] is not None:  # the others hear of it when this rank ends
-                self._gatherer.abandon()
+        call = self._open.pop()
+        if call.hooks is not None:
+            call.hooks.__exit__(None, None, None)
+        output = self.leaving(output) if call.begins else output
+        with outside_transforms():
+            if sys.exc_info()[0] is None:
+                self._late.finish()
+            self._late.background.note("forward", call.began)
+            if call.begins:
+                if output is None and sys.exc_info()[0] is not None:  # the others hear of it when this rank ends
+                    self._gatherer.abandon()
+                    self._visitors.clear()
+                    return None
+                for unit in (self._root, *self._visitors):
+                    self._gatherer.done(unit)
                 self._visitors.clear()
-                return None
-            output = self.leaving(output)
-            for unit in (self._root, *self._visitors):
-                self._gatherer.done(unit)
-            self._visitors.clear()
-            self._gatherer.end()
-        if not transforming():
-            listen(output, self._backward.on_output_gradient)
+                self._gatherer.end()
+        listen(output, self._backward.on_output_gradient)
         return output
 
     def _pack(self, tensor: torch.Tensor) -> Any:
@@ -272,13 +285,8 @@ class Forward:
         if isinstance(saved, _SavedWeight):
             self._backward.begin()
             self._gatherer.need(saved.unit)
-            if torch.is_grad_enabled() and not (self._open or self._gatherer.all_gathered):
-                label = self._parts.units[saved.unit].label
-                raise PlanError(
-                    f"A backward with create_graph=True read parameters of unit '{label}', which are sliced (zero=3) "
-                    f"and would be gone by the second backward. Run the forward and both backwards inside `with "
-                    f"engine.gathered():`, on every rank, or use zero=2."
-                )
+            if torch.is_grad_enabled() and not (self._open or self.lone.open):
+                return saved.weight().detach().clone()  # which the graph of this backward keeps ([Note: saved weights])
             return saved.weight()
         if isinstance(saved, torch.Tensor):
             return saved
@@ -288,6 +296,23 @@ class Forward:
         """Wait for saved tensors on their way, and drop prefetched activations that no backward read."""
         if self.saver.moves:
             self.saver.settle()
+
+
+@dataclass(slots=True)
+class _Call:
+    """A call of the model under way.
+
+    Attributes:
+        hooks: of saved tensors.
+        begins: whether it has begun a pass.
+        began: the time.
+        plainly: whether it computes as without an engine, in a transform ([Note: transforms]).
+    """
+
+    hooks: saved_tensors_hooks | None
+    begins: bool
+    began: float
+    plainly: bool
 
 
 class _Wait:
@@ -300,12 +325,13 @@ class _Wait:
 
     def before(self, module: nn.Module, args: Any) -> None:
         """Wait before the forward of the unit."""
-        self.late.need(self.unit)
+        with outside_transforms():
+            self.late.need(self.unit)
 
     def before_owner(self, module: nn.Module, args: Any) -> None:
         """Wait before the forward of a module that holds one of its parameters; in a graph the unit has waited."""
         if not torch.compiler.is_dynamo_compiling():
-            self.late.need(self.unit)
+            self.before(module, args)
 
 
 class _SavedWeight:
@@ -350,7 +376,7 @@ class _Watch:
 
         Arguments that it returns as they are (T5's relative positions) get their gradient after the unit's backward.
         """
-        if transforming():
+        if self.forward.transformed(self.unit):
             return None
         if self.gatherer.inside(PassKind.BACKWARD):
             self.gatherer.done(self.unit, computed_again=True)
@@ -358,7 +384,8 @@ class _Watch:
         output = self.forward.leaving(output, self.unit)
         if self.forward.lone.open:
             output = self.forward.lone.end(module, output)
-        self.gatherer.done(self.unit)
+        with outside_transforms():
+            self.gatherer.done(self.unit)
         listen(output, self._again, besides=(args, kwargs))
         return output
 

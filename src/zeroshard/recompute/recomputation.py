@@ -42,7 +42,7 @@ from zeroshard.replay.replay import ModelDraws, Replay
 from zeroshard.saved.kept import CHECKPOINTS, is_compiled, recomputed_by_others
 from zeroshard.step.context import Within
 from zeroshard.units.forwards import insert, inside
-from zeroshard.units.hooks import outside
+from zeroshard.units.hooks import outside, transforming
 
 Operations = Callable[[Region], AbstractContextManager[Any] | None]
 
@@ -97,7 +97,8 @@ class Recomputation:
 
     def run(self, block: "BlockForward", args: Any, kwargs: Any) -> Any:
         """A block's forward."""
-        if block.left_alone or self._inside or not torch.is_grad_enabled() or recomputed_by_others():
+        kept = block.left_alone or self._inside or not torch.is_grad_enabled() or transforming()
+        if kept or recomputed_by_others():
             return block.call.forward(*args, **kwargs)
         if any(map(_is_cache, (*args, *kwargs.values()))):
             args = tuple(None if _is_cache(value) else value for value in args)

@@ -27,6 +27,7 @@ from zeroshard.units.hooks import Outside
 LAYER = "graph"
 RECORDS_ADDRESSES = ("reduce-overhead", "max-autotune")  # modes with graphs of CUDA, which read fixed addresses
 CUDA_GRAPHS = "triton.cudagraphs"  # the setting that those modes make
+INNER = ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable")  # of a wrapper of a backend, by version of torch
 
 
 def compile_blocks(blocks: Iterable[nn.Module], options: Mapping[str, Any]) -> None:
@@ -97,7 +98,9 @@ def check_compiler(compiler: Any) -> None:
     Raises:
         PlanError: with the way out.
     """
-    backend: Any = torch._dynamo.eval_frame.innermost_backend(compiler)
+    backend = compiler
+    while (inner := next((inner for name in INNER if (inner := getattr(backend, name, None))), None)) is not None:
+        backend = inner
     if getattr(backend, "config", {}).get(CUDA_GRAPHS):
         raise _records("mode='reduce-overhead' or 'max-autotune'", " of a torch.compile around the engine's model")
 

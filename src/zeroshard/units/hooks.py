@@ -5,13 +5,16 @@ the graph, which breaks there; those of modules inside a unit are traced to noth
 Where a module is compiled in place, such hooks of its own run around its graph, which does not break.
 
 [Note: transforms] Inside of a transform of `torch.func` (`grad`, `vjp`, `jvp`, `vmap` and their like), tensors are
-wrappers without memory of their own, which cannot be gathered into, and torch runs no hooks of saved tensors. A model
-called there computes as without an engine, on weights that are whole already.
+wrappers without memory of their own, and a plain tensor must not be written. A model called there computes as without
+an engine, on weights that are whole already. Weights that are sliced are gathered outside of the transform, which the
+hooks of modules leave for that time, under `jvp` and `vmap`: the operations of these are recorded for the backward of
+the tensors inside of the wrappers, with hooks of saved tensors. Under `grad` and `vjp` torch runs no such hooks.
 """
 
 import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, is_dataclass
 from functools import partial
 from types import FunctionType, MethodType, ModuleType
@@ -19,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._pytree import tree_map
 
 from zeroshard.errors import PlanError
@@ -120,11 +124,14 @@ def _call(hooks: Any, key: int, gradient: torch.Tensor) -> torch.Tensor | None:
 def listen(tree: Any, hook: Callable[[torch.Tensor], None], first: bool = False, besides: Any = ()) -> None:
     """Call `hook` in the backward with the gradients of all tensors in `tree`, or of the first alone.
 
-    Leaves, such as parameters, are skipped: they live on, and would get one more hook in every step.
+    Leaves, such as parameters, are skipped: they live on, and would get one more hook in every step. In a transform
+    nothing is called.
 
     Args:
         besides: tensors that are skipped, too.
     """
+    if transforming():
+        return
     skipped = {id(tensor) for tensor in tensors_in(besides)}
     for tensor in tensors_in(tree):
         if not tensor.is_leaf and id(tensor) not in skipped:
@@ -152,6 +159,22 @@ OPAQUE = ("must override the setup_context", "doesn't have storage", "Cannot acc
 transforming: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
+# Whether torch runs hooks of saved tensors, which `grad` and `vjp` of `torch.func` turn off.
+runs_saved_hooks: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled
+
+
+def outside_transforms() -> AbstractContextManager[Any]:
+    """Inside, no transform is running, so plain tensors may be written ([Note: transforms])."""
+    return temporarily_clear_interpreter_stack() if transforming() else nullcontext()
+
+
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """The plain tensor inside of the wrappers of transforms."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def absent_in_transform(unit: str) -> PlanError:
     """The error of a module whose parameters are on other ranks.
 
@@ -159,9 +182,9 @@ def absent_in_transform(unit: str) -> PlanError:
         unit: of the module.
     """
     return PlanError(
-        f"A transform of torch.func (grad, vjp, jvp, vmap or one made of them) calls a module with parameters of "
-        f"unit '{unit}', which are sliced (zero=3) and cannot be gathered inside of it. Put `with engine.gathered():` "
-        f"around the whole transform, on every rank, or use zero=2."
+        f"A transform of torch.func that takes gradients (grad, vjp, jacrev or one made of them) calls a module with "
+        f"parameters of unit '{unit}', which are sliced (zero=3) and would be gone by its backward. Put `with "
+        f"engine.gathered():` around the whole transform, on every rank, use torch.autograd.grad or jvp, or use zero=2."
     )
 
 
@@ -175,9 +198,9 @@ def explain_transform(error: BaseException) -> None:
         )
     elif transforming() and any(text in str(error) for text in OPAQUE):
         error.add_note(
-            f"{IN_TRANSFORM}a function of the engine has no derivative or batched form there. Under recompute, "
-            f"tensor_parallel, expert_parallel and pipeline_parallel call the transform on a copy of the model that "
-            f"was built anew and given engine.state_dict(), or leave these settings out."
+            f"{IN_TRANSFORM}a function of the engine has no derivative or batched form there. Under tensor_parallel, "
+            f"expert_parallel and pipeline_parallel call the transform on a copy of the model that was built anew and "
+            f"given engine.state_dict(), or leave these settings out."
         )
 
 

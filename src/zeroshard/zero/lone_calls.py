@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zeroshard.parts.weights import Gatherer
 from zeroshard.saved.kept import HooksOfForward, recomputed_by_others
-from zeroshard.units.hooks import Hook
+from zeroshard.units.hooks import Hook, outside_transforms
 
 
 class Stores(Protocol):
@@ -125,6 +125,7 @@ class LoneCalls:
         if call.hooks is not None:
             call.hooks.__exit__(None, None, None)
         output = self._stores.leaving(output)
-        for unit in call.units:
-            self._gatherer.done(unit)
+        with outside_transforms():
+            for unit in call.units:
+                self._gatherer.done(unit)
         return output
