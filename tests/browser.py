@@ -1,8 +1,8 @@
 """Headless Chromium for tests of pages, driven over its DevTools pipe: sizes, colour schemes, findings, screenshots.
 
 The pipe (`--remote-debugging-pipe`) needs no port and no package: messages are JSON, ended by a zero byte, read by the
-browser from file 3 and written to file 4. A test that asks for the fixture `browser` is skipped without a Chromium; the
-variable `ZEROSHARD_CHROMIUM` names one that is not on the path.
+browser from file 3 and written to file 4. A test is skipped without a Chromium; the variable `ZEROSHARD_CHROMIUM` names
+one that is not on the path.
 """
 
 import base64
@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 SWITCHES = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
@@ -25,6 +27,7 @@ SWITCHES = (
     *("--disable-dev-shm-usage", "--hide-scrollbars", "--force-color-profile=srgb", "--remote-debugging-pipe"),
 )
 PROBE = Path(__file__).with_name("browser_probe.js")
+SCREENS = [(width, dark) for width in (1280, 400) for dark in (False, True)]  # on which pages are looked at
 DEADLINE = 60.0  # seconds for one answer
 
 
@@ -66,13 +69,17 @@ class Browser:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
 
-    def open(self, page: Path) -> list[str]:
-        """Load a page, scroll through it so that everything is drawn; returns its requests and its errors."""
+    def open(self, page: Path, own: Path | None = None) -> list[str]:
+        """Load a page, scroll through it so that everything is drawn; returns its requests and its errors.
+
+        Args:
+            own: the page, or a folder, whose files are no requests; by default the page.
+        """
         self._events.clear()
         self.call("Page.navigate", url=page.resolve().as_uri())
         self._wait_for("Page.loadEventFired")
         self.settle()
-        return self.complaints(page.resolve().as_uri())
+        return self.complaints(own or page)
 
     def settle(self) -> None:
         """Scroll through the page and wait until it is drawn."""
@@ -102,14 +109,14 @@ class Browser:
         found: list[str] = self.evaluate(PROBE.read_text())
         return found
 
-    def complaints(self, own: str) -> list[str]:
-        """Requests besides that for the page itself, exceptions, and errors on the console since it was loaded."""
-        found = []
+    def complaints(self, own: Path) -> list[str]:
+        """Requests beside those for `own`, exceptions, and errors on the console since the page was loaded."""
+        found, mine = [], own.resolve().as_uri() + "/" * own.is_dir()
         for event in self._events:
             method, parameters = event.get("method"), event.get("params", {})
             if method == "Network.requestWillBeSent":
                 url = parameters["request"]["url"]
-                if url.partition("#")[0] != own and not url.startswith(("data:", "blob:")):
+                if not url.startswith((mine, "data:", "blob:")):
                     found.append(f"request: {url}")
             elif method == "Runtime.exceptionThrown":
                 details = parameters["exceptionDetails"]
@@ -145,8 +152,11 @@ class Browser:
 
 
 @contextmanager
-def started(path: str) -> Iterator[Browser]:
-    """A browser for as long as the context runs."""
+def started() -> Iterator[Browser]:
+    """A browser for as long as the context runs; the test is skipped where there is none."""
+    path = chromium()
+    if path is None:
+        pytest.skip("no Chromium on the path, and none named by ZEROSHARD_CHROMIUM")
     to_browser, from_browser = os.pipe(), os.pipe()
     profile = tempfile.mkdtemp(prefix="zeroshard-chromium-")
     # a shell puts the two files under their numbers, 3 and 4

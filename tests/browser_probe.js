@@ -109,7 +109,8 @@
   }
   for (const { element, words, boxes, scroller } of texts) {
     for (const box of boxes) {
-      if (!scroller && (box.left < -SLACK || box.right > innerWidth + SLACK)) found.add(`cut by the window: ${words}`);
+      const outside = box.right <= 0 || box.left >= innerWidth; // a drawer that is closed
+      if (!scroller && !outside && (box.left < -SLACK || box.right > innerWidth + SLACK)) found.add(`cut by the window: ${words}`);
       for (let each = element; each && each !== document.body; each = each.parentElement) {
         const style = getComputedStyle(each);
         if (each !== element && each === scroller) break;
@@ -132,16 +133,25 @@
   }
 
   // overlaps: boxes in order of their upper edges
-  const placed = texts.flatMap((text) => text.boxes.map((box) => ({ ...text, box }))).sort((a, b) => a.box.top - b.box.top);
+  const shown = (box, scroller) => {
+    const frame = scroller?.getBoundingClientRect() ?? { left: 0, right: innerWidth, top: -Infinity, bottom: Infinity };
+    const [left, right] = [Math.max(box.left, frame.left, 0), Math.min(box.right, frame.right, innerWidth)];
+    const [top, bottom] = [Math.max(box.top, frame.top), Math.min(box.bottom, frame.bottom)];
+    return right > left && bottom > top ? { left, right, top, bottom } : null;
+  };
+  const floats = (element) => {
+    for (let each = element; each; each = each.parentElement) if (/(fixed|sticky)/.test(getComputedStyle(each).position)) return true;
+    return false;
+  };
+  const placed = texts
+    .filter((text) => !floats(text.element)) // which lie over the others by design
+    .flatMap((text) => text.boxes.map((box) => ({ ...text, box: shown(box, text.scroller) })))
+    .filter((text) => text.box)
+    .sort((a, b) => a.box.top - b.box.top);
   for (const [i, one] of placed.entries()) {
     for (let j = i + 1; j < placed.length && placed[j].box.top < one.box.bottom - 3; j += 1) {
       const other = placed[j];
       if (one.element === other.element || one.element.contains(other.element) || other.element.contains(one.element)) continue;
-      const inside = (text) => (text.scroller ? text.scroller.getBoundingClientRect() : null);
-      const [a, b] = [inside(one), inside(other)];
-      const hidden = (box, frame) => frame && (box.left > frame.right || box.right < frame.left);
-      if (hidden(one.box, a) || hidden(other.box, b)) continue;
-      if (one.element.closest("th:first-child") || other.element.closest("th:first-child")) continue; // stay in place
       const wide = Math.min(one.box.right, other.box.right) - Math.max(one.box.left, other.box.left);
       const high = Math.min(one.box.bottom, other.box.bottom) - Math.max(one.box.top, other.box.top);
       if (wide > SLACK && high > 3) found.add(`overlap: "${one.words}" and "${other.words}"`);

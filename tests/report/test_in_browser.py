@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from browser import Browser, chromium, started
+from browser import SCREENS, Browser, started
 from predictions import AT_PEAK, GIB, piped, prediction
 
 from zeroshard.planner.predict.result import Found
@@ -17,17 +17,13 @@ from zeroshard.report.plans_page import ListedPlan, write_plans
 from .run_files import memory, memory_row, summary, timelines, training_line, validation_line, write_run
 from .test_page import EVENTS, START
 
-SCREENS = [(width, dark) for width in (1280, 400) for dark in (False, True)]
 LAYERS = [("forward", f"blocks.{n}") for n in range(4)] + [("backward", f"blocks.{n}") for n in reversed(range(4))]
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     """One browser for all pages."""
-    path = chromium()
-    if path is None:
-        pytest.skip("no Chromium on the path, and none named by ZEROSHARD_CHROMIUM")
-    with started(path) as found:
+    with started() as found:
         yield found
 
 
@@ -92,7 +88,7 @@ def test_a_page_is_whole_and_legible_on_every_screen(kind: str, pages: dict[str,
             "[...document.querySelectorAll('figure.chart')].every(f => !f.checkVisibility() || f.dataset.drawn)"
         )
         assert (browser.findings(), width, dark) == ([], width, dark)
-    assert browser.complaints(pages[kind].resolve().as_uri()) == []
+    assert browser.complaints(pages[kind]) == []
 
 
 def test_a_chart_zooms_turns_logarithmic_and_hides_a_series(pages: dict[str, Path], browser: Browser) -> None:
