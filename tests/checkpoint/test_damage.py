@@ -288,5 +288,5 @@ def test_a_slow_disk_holds_nothing_up(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_a_path_below_a_file_is_named_with_the_way_out(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match=r"Not a directory: .*; mend that, or choose another path\.$"):
+    with pytest.raises(CheckpointError, match=r"Not a directory: .*; remove the cause, or choose another path\.$"):
         engine_of().save(tmp_path / "file" / "c")

@@ -219,7 +219,10 @@ def write_export(
             _copy(disk, path, temporary / path.name)
         disk.sync_folder(temporary)
         if out.exists():
-            raise CheckpointError(f"{out} has come to exist meanwhile, and nothing is overwritten; export again.")
+            raise CheckpointError(
+                f"{out} was made by another program during the export, and is not overwritten. "
+                "Remove it, or name another path."
+            )
         disk.rename(temporary, out)
         disk.sync_folder(out.absolute().parent)
     except OSError as error:

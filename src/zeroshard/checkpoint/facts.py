@@ -84,7 +84,7 @@ def kept(value: Any, at: str = "extra") -> Any:
             if type(key) not in (str, int):
                 raise ValueError(f"{at} has the key {shown(key)}, and keys must be strings or whole numbers")
             if key in (SETTING, TABLE):
-                raise ValueError(f"{at} has the key {key!r}, which stands for other things; use another")
+                raise ValueError(f"{at} has the key {key!r}, which is reserved; rename it")
         inner = {key: kept(each, f"{at}[{key!r}]") for key, each in value.items()}
         return inner if all(isinstance(key, str) for key in inner) else {TABLE: [list(pair) for pair in inner.items()]}
     if isinstance(value, (list, tuple)):

@@ -147,7 +147,7 @@ class PlanOptions:
         given = {"model": self.model != MODEL, "batch_of": self.batch_of, "explain": self.explain, "out": self.out}
         given |= {"tensor_parallel": self.tensor_parallel, "adapters": self.adapters, "html": self.html}
         for name in (name for name, value in {**given, "write": self.write}.items() if value and self.largest):
-            raise ConfigError(f"largest looks through the built-in GPT in all sizes; leave out {name}.")
+            raise ConfigError(f"--largest searches the built-in GPT in all sizes and takes no {name}; leave it out.")
 
     def _check_formulas(self) -> None:
         if self.params is None and self.ranks is not None:

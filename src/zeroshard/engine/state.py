@@ -287,7 +287,7 @@ class State:
                 else:
                     order.disk.make_folder(order.temporary)
             except OSError as error:
-                problem = f"{type(error).__name__}: {error}; mend that, or choose another path"
+                problem = f"{type(error).__name__}: {error}; remove the cause, or choose another path"
         try:
             facts["extra"] = kept(facts["extra"])
             json.dumps(facts, allow_nan=False)

@@ -104,9 +104,7 @@ def build_model(
     if named.code is not None:
         return _own_model(spec, named.code, vocabulary, context, dropout, mixture or Mixture())
     if dropout:
-        raise ModelError(
-            f"a dropout of {dropout} was given for {spec}, whose rates stand in its config.json; set them there"
-        )
+        raise ModelError(f"--dropout {dropout} is for built-in models; for {spec} set the rates in its config.json")
     assert named.file is not None
     if pretrained and Path(spec).is_dir() and next(Path(spec).glob("*.safetensors"), None) is not None:
         return _pretrained(spec, named.file, vocabulary, context, mixture or Mixture())

@@ -466,7 +466,7 @@ def run(
     """Carry out the main job; returns its summary and its folder on the rank that reports, else None.
 
     Args:
-        profile: of this machine, for a plan that is chosen or predicted; by default where `zeroshard doctor` writes it.
+        profile: of this machine, for `--plan auto` and `--predict`; by default where `zeroshard doctor` writes it.
         again: the command that resumes the run after a stop, or the options to add to it.
     """
     config, outlook = plan_ahead(config, mesh, profile)
