@@ -281,7 +281,7 @@ def test_when_the_loss_is_scaled(loss_scale: float | str, scaled: dict[str, bool
 def test_a_plan_is_frozen_and_made_by_keyword() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         Plan().zero = 3
-    with pytest.raises(TypeError):
+    with pytest.raises(PlanError, match=r"0 values without a name, and was given 2; write Plan\(zero=2\)"):
         Plan(2)
 
 

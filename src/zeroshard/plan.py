@@ -293,6 +293,8 @@ class Plan:
         Raises:
             PlanError: a setting that this version does not know, or whose value it refuses.
         """
+        if not isinstance(stored, Mapping):
+            raise PlanError(f"The stored plan is {stored!r}; it must be a table of settings, as as_dict() returns it.")
         settings = upgraded(stored)
         known = [field.name for field in dataclasses.fields(cls)]
         for name in settings:

@@ -119,8 +119,10 @@ class WholeWeights:
             masters: whether a tensor's own dtype is the one of its fp32 master weights, where there are any.
 
         Raises:
-            ConfigError: `names` does not fit.
+            ConfigError: `names` does not fit, or `dtype` is none of floating-point numbers.
         """
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ConfigError(f"dtype is {dtype!r}; it must be a floating-point one, such as torch.bfloat16, or None.")
         slots = []
         for held in self.table:
             own = held.kept if masters else held.computed

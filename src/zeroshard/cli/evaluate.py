@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zeroshard.errors import ConfigError
+from zeroshard.train.early_checks import run_folder_of
 from zeroshard.train.option_tree import Positional
 from zeroshard.train.option_values import check_least
 
@@ -52,6 +53,7 @@ def run_evaluate(argv: Sequence[str]) -> None:
     from zeroshard.train.options import parse
 
     options = parse(EvaluateOptions, argv, "zeroshard evaluate")
+    run_folder_of(options.path)
     from zeroshard.comm.mesh import init_mesh
     from zeroshard.train.trained import load_trained
 

@@ -5,9 +5,11 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+from zeroshard.planning.foreign_names import explains_unknown
 from zeroshard.planning.settings import check_flag, check_whole, shown
 
 
+@explains_unknown
 @dataclass(frozen=True, repr=False)
 class ExpertParallel:
     """Expert parallelism: the experts of each mixture on several ranks, which send each other tokens (2006.16668).

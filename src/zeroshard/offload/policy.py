@@ -6,12 +6,14 @@ from functools import cached_property
 from typing import Literal
 
 from zeroshard.errors import PlanError
+from zeroshard.planning.foreign_names import explains_unknown
 from zeroshard.planning.settings import check_choice, check_flag, check_whole, shown
 
 KINDS = ("optimizer", "parameters", "activations")  # in the order in which they help
 OF_STATES = ("fraction", "disk", "disk_parameters", "moments", "delayed_update")  # settings for offloaded states
 
 
+@explains_unknown
 @dataclass(frozen=True, repr=False)
 class Offload:
     """Offload to host memory or a disk (ZeRO-Offload, 2101.06840; ZeRO-Infinity, 2104.07857).

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from zeroshard.errors import PlanError
+from zeroshard.planning.foreign_names import explains_unknown
 from zeroshard.planning.settings import check_choice, check_flag, check_whole, names_of, shown
 from zeroshard.schedule import SCHEDULES, STREAMING, Layout, Loan, PipelineSchedule
 from zeroshard.schedule.orders import check
@@ -17,6 +18,7 @@ OF_STAGES = ("virtual_stages", "replicas", "split", "vertical_sync")  # settings
 ScheduleName = Literal["naive", "gpipe", "1f1b", "pipedream-flush", "interleaved", "zb-h1", "pipedream", "2bw"]
 
 
+@explains_unknown
 @dataclass(frozen=True, repr=False)
 class Pipeline:
     """Pipeline parallelism: the model in stages, on ranks of their own (GPipe, 1811.06965; PipeDream, SOSP 2019).

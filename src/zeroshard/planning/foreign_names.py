@@ -1,6 +1,6 @@
 """Unknown settings of a plan: the setting that a name of another library means, or the nearest name."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from functools import wraps
@@ -75,24 +75,32 @@ def explains_unknown(kind: type[Kind]) -> type[Kind]:
     make: Callable[..., None] = kind.__init__
     names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
 
+    meant = MEANT if kind.__name__ == "Plan" else {}
+    most = sum(not field.kw_only for field in fields(kind))  # type: ignore[arg-type]
+
     @wraps(make)
     def initialise(self: Any, *args: Any, **settings: Any) -> None:
         for name, value in settings.items():
             if name not in names:
-                raise PlanError(f"{kind.__name__} has no setting {name!r}; {way_out(name, value, names)}.")
+                raise PlanError(f"{kind.__name__} has no setting {name!r}; {way_out(name, value, names, meant)}.")
+        if len(args) > most:
+            raise PlanError(
+                f"{kind.__name__} takes {most} value{'s' * (most != 1)} without a name, and was given "
+                f"{', '.join(map(repr, args))}; write {kind.__name__}({names[most]}={args[most]!r})."
+            )
         make(self, *args, **settings)
 
     kind.__init__ = initialise  # type: ignore[method-assign]
     return kind
 
 
-def way_out(name: str, value: Any, names: Sequence[str]) -> str:
-    """The advice for an unknown setting of a plan."""
-    if name.casefold() in MEANT:
-        return MEANT[name.casefold()].format(name=name, value=repr(value))
-    near = get_close_matches(name, [*names, *MEANT], n=1)
+def way_out(name: str, value: Any, names: Sequence[str], meant: Mapping[str, str] = MEANT) -> str:
+    """The advice for an unknown setting of a plan, or of one of its groups without `meant`."""
+    if name.casefold() in meant:
+        return meant[name.casefold()].format(name=name, value=repr(value))
+    near = get_close_matches(name, [*names, *meant], n=1)
     if near and near[0] in names:
         return f"write {near[0]}={value!r}"
     if near:
-        return f"{near[0]!r} is none either: {MEANT[near[0]].format(name=near[0], value=repr(value))}"
+        return f"{near[0]!r} is none either: {meant[near[0]].format(name=near[0], value=repr(value))}"
     return f"those that it has are {', '.join(names)}"

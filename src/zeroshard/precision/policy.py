@@ -4,9 +4,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from zeroshard.errors import PlanError
+from zeroshard.planning.foreign_names import explains_unknown
 from zeroshard.planning.settings import check_number, check_whole, shown
 
 
+@explains_unknown
 @dataclass(frozen=True, repr=False)
 class LossScale:
     """Settings of loss scaling (1710.03740, section 3.2).

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from zeroshard.errors import PlanError
+from zeroshard.planning.foreign_names import explains_unknown
 from zeroshard.planning.settings import check_choice, check_flag, names_of, shown
 
 RECOMPUTE = ("schedule", "off", "blocks", "sqrt", "selective", "auto")
@@ -14,6 +15,7 @@ LOSSY = ("fp16", "fp10", "fp8", "e4m3", "int8", "int4", "int2")
 RecomputeName = Literal["schedule", "off", "blocks", "sqrt", "selective", "auto"]
 
 
+@explains_unknown
 @dataclass(frozen=True, repr=False)
 class Activations:
     """Recomputation (1604.06174; 2205.05198) and compression of tensors saved for the backward.

@@ -37,6 +37,13 @@ class Checkpoints:
     """
 
     def __init__(self, engine: Engine, folder: str | Path, keep: int = 2, loader: StatefulLoader | None = None) -> None:
+        if isinstance(folder, Engine):
+            raise CheckpointError(
+                f"Checkpoints was given an engine as its folder and {engine!r} as its engine; write "
+                f"Checkpoints(engine, folder)."
+            )
+        if Path(folder).is_file():
+            raise CheckpointError(f"The folder of the checkpoints, {folder}, is a file; name a folder.")
         if loader is not None:
             check_loader(loader)
         if keep < 1:

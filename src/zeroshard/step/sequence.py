@@ -245,7 +245,7 @@ class StepSequence:
         """
         if not kind > 0:
             raise PlanError(f"norm_type is {kind!r}; it must be above 0, or infinity.")
-        if not limit >= 0:
+        if isinstance(limit, str) or not limit >= 0:
             raise PlanError(f"max_norm is {limit!r}; it must be 0 or more, or infinity to leave the gradients alone.")
         agreed = self.agree(step, f"clip_grad_norm({limit:.9g}, {kind:.9g})")
         if kind == 2:

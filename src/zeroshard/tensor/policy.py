@@ -5,9 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from zeroshard.errors import PlanError
+from zeroshard.planning.foreign_names import explains_unknown
 from zeroshard.planning.settings import check_flag, check_whole, shown
 
 
+@explains_unknown
 @dataclass(frozen=True, repr=False)
 class TensorParallel:
     """Tensor parallelism: layers split among neighbouring ranks (Megatron-LM, 1909.08053; 2205.05198).

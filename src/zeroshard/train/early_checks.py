@@ -1,4 +1,4 @@
-"""Checks of paths and devices that a run names, made before torch is loaded and before any rank is started."""
+"""Checks of paths and devices that a command names, made before torch is loaded and before any rank is started."""
 
 from pathlib import Path
 
@@ -6,6 +6,7 @@ from zeroshard.data.files import find, parse_sources
 from zeroshard.errors import CheckpointError, ConfigError, PlanError
 from zeroshard.train.config import TrainConfig
 
+CONFIG = "config.toml"  # of a run folder
 OTHER_NAMES = {  # of devices, and what torch calls them
     **dict.fromkeys(("gpu", "nvidia", "amd", "rocm", "hip"), "cuda"),
     "tpu": "xla",
@@ -64,3 +65,17 @@ def _check_out(path: Path) -> None:
     nearest = next(part for part in (path, *path.absolute().parents) if part.exists() or part.is_symlink())
     if not nearest.is_dir():
         raise ConfigError(f"out is {path}, and {nearest} is a file; name a folder.")
+
+
+def run_folder_of(path: Path) -> Path:
+    """The run folder at `path`, or around the checkpoint there.
+
+    Raises:
+        ConfigError: no run folder there.
+    """
+    if not path.is_dir():
+        raise ConfigError(f"run names {path}, which is no folder; give a run folder that zeroshard train made")
+    folder = path if (path / CONFIG).is_file() else path.absolute().parent.parent
+    if not (folder / CONFIG).is_file():
+        raise ConfigError(f"{path} has no {CONFIG}, so it is no run folder; give one that zeroshard train made")
+    return folder

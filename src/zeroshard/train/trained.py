@@ -11,13 +11,13 @@ from zeroshard.checkpoint import Reader, find_checkpoint
 from zeroshard.data.evaluation import EvaluationData
 from zeroshard.data.tokenizer import Tokenizer, load_tokenizer
 from zeroshard.data.training import DataOptions, open_training
-from zeroshard.errors import CheckpointError, ConfigError
+from zeroshard.errors import CheckpointError
 from zeroshard.train.config import TrainConfig
+from zeroshard.train.early_checks import CONFIG, run_folder_of
 from zeroshard.train.gpt import generate
 from zeroshard.train.model import BuiltModel, build_model
 from zeroshard.train.toml_config import load_toml
 
-CONFIG = "config.toml"
 FINAL = 4  # times validation_rows, of the validation at the end of a run
 
 
@@ -123,11 +123,7 @@ def load_trained(path: Path, device: torch.device, tokenizer: str | None = None)
     Raises:
         ConfigError: no run folder there, or no tokenizer. CheckpointError: no checkpoint, or one of another model.
     """
-    if not path.is_dir():
-        raise ConfigError(f"run names {path}, which is no folder; give a run folder that zeroshard train made")
-    folder = path if (path / CONFIG).is_file() else path.absolute().parent.parent
-    if not (folder / CONFIG).is_file():
-        raise ConfigError(f"{path} has no {CONFIG}, so it is no run folder; give one that zeroshard train made")
+    folder = run_folder_of(path)
     config = replace(load_toml(folder / CONFIG, TrainConfig), dropout=0.0)
     known = load_tokenizer(tokenizer or config.tokenizer)
     found = find_checkpoint(path)

@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
-from zeroshard.errors import PlanError
+from zeroshard.errors import ModelError, OptimizerError, PlanError
 from zeroshard.memory.ledger import Category, Ledger
 from zeroshard.text import format_names
 
@@ -73,9 +73,21 @@ def made_for(model: nn.Module, optimizer: OptimizerLike) -> torch.optim.Optimize
     """The optimizer itself, or the one that a function makes, over the parameters that are not ignored.
 
     Ignored ones are taken out of its groups, with a warning where they require gradients.
+
+    Raises:
+        ModelError: there are no parameters. OptimizerError: the function returned something else.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
-        optimizer = optimizer(trained_by(model))  # of all stages; a list may be walked more than once
+        trained = trained_by(model)  # of all stages; a list may be walked more than once
+        if not trained:
+            raise ModelError(f"The model, a {type(model).__name__}, has no parameters, so there is nothing to train.")
+        made = optimizer(trained)
+        if not isinstance(made, torch.optim.Optimizer):
+            raise OptimizerError(
+                f"The function of the parameters returned {made!r}, and it must return a torch.optim optimizer; write "
+                f"for example functools.partial(torch.optim.AdamW, lr=1e-3)."
+            )
+        optimizer = made
     every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     found = [parameter for parameter in every if is_ignored(parameter)]
     for group in optimizer.param_groups if found else ():

@@ -174,7 +174,7 @@ WRONG: dict[str, tuple[str, Change, str]] = {  # family, change of its folder, t
     ),
 }  # fmt: skip
 WRONG_MODELS: dict[str, tuple[Change, str]] = {
-    "no configuration": (lambda path: (path / "config.json").unlink(), "reads no configuration from"),
+    "no configuration": (lambda path: (path / "config.json").unlink(), "has no config.json; give the folder"),
     "an unknown class": (configured(architectures=["Unheard"]), "names Unheard, which transformers does not have"),
     "weights of another method": (
         configured(quantization_config={"quant_method": "mxfp4"}), "quantised by mxfp4, which is not read"

@@ -132,10 +132,18 @@ def build(folder: Path, kind: type | None, dtype: torch.dtype | str | None = Non
         ModelError: there is no configuration, or transformers refuses it.
     """
     transformers = _transformers(folder)
+    if folder.is_dir() and not (folder / CONFIG).is_file():
+        raise ModelError(
+            f"{folder} has no {CONFIG}; give the folder of a model that save_pretrained wrote, or a model."
+        )
     try:
         config = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers has no base class of its errors
-        raise ModelError(f"transformers reads no configuration from {folder}: {error}") from error
+        reason = str(error).partition("\n")[0].partition(". This could be")[0].rstrip(".")
+        raise ModelError(
+            f"transformers reads no configuration from {folder}: {reason}; give the folder of a model that "
+            f"save_pretrained wrote, or update transformers."
+        ) from error
     kind = _class_of(config, folder, transformers) if kind is None else kind
     make = getattr(kind, "_from_config", None) or getattr(kind, "from_config", None)
     if make is None:

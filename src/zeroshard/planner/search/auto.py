@@ -24,7 +24,7 @@ from zeroshard.planner.search.kept import search_once
 from zeroshard.planner.search.search import Say
 from zeroshard.planner.search.text import alike, describe, short
 from zeroshard.planner.search.this_machine import local_machines
-from zeroshard.planning.settings import flat
+from zeroshard.planning.settings import check_whole, flat
 
 NAMED = 2  # kinds of refusals that are shown
 
@@ -41,6 +41,13 @@ def plan_for(
 ) -> Plan:
     """See `Plan.auto`."""
     base = base or Plan()
+    if machines is not None and not isinstance(machines, Machines):
+        raise PlanError(
+            f"machines is {machines!r}; give zeroshard.doctor.hardware.Machines.of(...), or leave it out for this "
+            f"machine."
+        )
+    if ranks is not None:
+        check_whole("ranks", ranks)
     if machines is not None and ranks not in (None, machines.count):
         raise PlanError(f"ranks is {ranks} and machines have {machines.count} devices; leave one of the two out.")
     mesh = init_mesh(base.timeout)
