@@ -2,15 +2,19 @@
 
 import copy
 import warnings
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from planner.rehearsed import wire_of
 from pool import Pool
 from split_models.more_families import FAMILIES, OWN, V, more_family
 from torch import Tensor, nn
 
 import zeroshard as zs
+from zeroshard.planner.predict.rehearse import TrainingTask, rehearse
 from zeroshard.tensor.find import model_trial
 from zeroshard.tensor.find.found import FoundLayer, Style
 from zeroshard.tensor.find.layers import find
@@ -81,6 +85,62 @@ def test_losses_and_weights_are_those_of_a_plain_loop(pool: Pool, whole: bool) -
 
 def test_without_sequence_parallelism(pool: Pool) -> None:
     assert pool.run(differing, 2, list(WITHOUT_SEQUENCE), False) == [{}, {}]
+
+
+PLANS: dict[str, dict[str, Any]] = {"tensor 2": {"tensor_parallel": 2}, "zero 3": {"zero": 3}}
+
+
+def kept(mesh: zs.Mesh, name: str, plan: str, source: str | None, folder: str) -> dict[str, Tensor]:
+    """Train a step, from a checkpoint if given, and keep one under the plan's name; whole weights before the step."""
+    engine = zs.Engine(built(name), partial(torch.optim.AdamW, lr=RATE), zs.Plan(**PLANS[plan]), mesh=mesh)
+    if source is not None:
+        engine.load(f"{folder}/{source}")
+    before = engine.state_dict()
+    engine.backward(loss_of(engine, name, *batches()[0]))
+    engine.step()
+    engine.save(f"{folder}/{plan} from {source}", wait=True)
+    return before | {f"{key} later": value for key, value in engine.state_dict().items()}
+
+
+@pytest.mark.parametrize("name", ["laguna", pytest.param("gpt-oss", marks=pytest.mark.whole)])
+def test_checkpoints_of_split_experts_and_gates_are_whole(pool: Pool, name: str, tmp_path: Path) -> None:
+    split, _ = pool.run(kept, 2, name, "tensor 2", None, str(tmp_path))
+    for key, value in built(name).named_parameters():
+        assert torch.equal(split[key], value), key
+    whole, _ = pool.run(kept, 2, name, "zero 3", "tensor 2 from None", str(tmp_path))
+    again, _ = pool.run(kept, 2, name, "tensor 2", "zero 3 from tensor 2 from None", str(tmp_path))
+    for key, _ in built(name).named_parameters():
+        assert torch.equal(whole[key], split[f"{key} later"]), key
+        assert torch.equal(again[key], whole[f"{key} later"]), key
+
+
+def drawn(rows: int) -> dict[str, Tensor]:
+    tokens = torch.randint(3, V, (rows, 9), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": tokens, "labels": tokens}
+
+
+REHEARSED = zs.Plan(tensor_parallel=2, transport="network")
+
+
+def measured(mesh: zs.Mesh, name: str) -> tuple[dict[str, int], dict[str, Any]]:
+    """The ledger's bytes and the traffic of a third step."""
+    engine = zs.Engine(built(name), partial(torch.optim.AdamW, lr=RATE), REHEARSED, mesh=mesh)
+    for _ in range(3):
+        engine.train_step(drawn(2))
+    return engine.ledger.snapshot(), wire_of(engine)
+
+
+@pytest.mark.parametrize(
+    "name", ["deepseek-v32", *(pytest.param(each, marks=pytest.mark.whole) for each in ("bitnet", "ctrl", "gpt-oss"))]
+)
+def test_a_rehearsal_has_the_bytes_of_a_run(pool: Pool, name: str) -> None:
+    job = TrainingTask(partial(built, name), drawn, partial(torch.optim.AdamW, lr=RATE), 2, 9)
+    for rank, (states, wire) in enumerate(pool.run(measured, 2, name)):
+        found = rehearse(job, REHEARSED, rank, 2, 2)
+        assert {**found.states, "activations": 0} == {**states, "activations": 0}
+        assert {k: v for k, v in found.wire.items() if any(v) and k != "agreement"} == {
+            k: v for k, v in wire.items() if any(v) and k != "agreement"
+        }
 
 
 def found_in(name: str, ranks: int = 2) -> tuple[Any, dict[str, FoundLayer]]:

@@ -28,6 +28,8 @@ class Style(StrEnum):
     HEADS = "heads"
     """An embedding [rows, H] with a column per attention head, split by columns: each rank looks up its own heads, so
     that the forward stays as it is (T5's relative positions)."""
+    EXPERTS = "experts"
+    """Stacked parameters [E, ...] of experts, split by the inner features of each expert."""
     WHOLE = "whole"
     """Not split: all ranks hold all of it."""
 
@@ -73,6 +75,21 @@ def pieces_of(segments: Sequence[Segment], ranks: int, rank: int) -> Iterator[Pi
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertCut:
+    """The cut of one parameter of a module of experts.
+
+    Attributes:
+        name: of the parameter.
+        dimension: that is cut.
+        segments: of this dimension; () for a bias that stays whole and is divided by the number of ranks.
+    """
+
+    name: str
+    dimension: int
+    segments: tuple[Segment, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class FoundLayer:
     """A module with parameters of its own.
 
@@ -88,6 +105,8 @@ class FoundLayer:
         gathers: whether it is a norm over the features of all heads, which are gathered before it; a rank keeps
             `segments` of its output.
         shared: number of last output features that all heads read; their gradients are summed over the ranks.
+        cuts: of each parameter of experts.
+        sizes: attributes of experts to set.
     """
 
     name: str
@@ -99,6 +118,12 @@ class FoundLayer:
     head_size: int = 0
     gathers: bool = False
     shared: int = 0
+    cuts: tuple[ExpertCut, ...] = ()
+    sizes: tuple[tuple[str, int], ...] = ()
+
+    def segments_of(self, parameter: str) -> tuple[Segment, ...]:
+        """The segments of one parameter of the module."""
+        return next((cut.segments for cut in self.cuts if cut.name == parameter), self.segments)
 
 
 @dataclass(frozen=True, slots=True)

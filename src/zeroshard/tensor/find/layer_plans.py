@@ -19,7 +19,7 @@ from zeroshard.tensor.find.linear import linear_features, why_no_linear
 SETTING = "tensor_parallel.layers"
 NEAR = 3  # names that are offered for a pattern that matches nothing
 NAMES: Mapping[str, Style | None] = {  # None: nothing that a layer must do
-    **{style.value: style for style in Style if style is not Style.HEADS},
+    **{style.value: style for style in Style if style not in (Style.HEADS, Style.EXPERTS)},
     **{"ColwiseParallel": Style.COLUMN, "RowwiseParallel": Style.ROW},
     **dict.fromkeys(("SequenceParallel", "PrepareModuleInput", "PrepareModuleOutput", "PrepareModuleInputOutput")),
     # as transformers writes them

@@ -15,6 +15,7 @@ from zeroshard.errors import PlanError
 from zeroshard.parts.technique import CUT
 from zeroshard.tensor.find import model_trial
 from zeroshard.tensor.find.attention import KNOWN_ORDERS, attention_layouts
+from zeroshard.tensor.find.experts import find_experts
 from zeroshard.tensor.find.feed_forward import IN_PARTS, feed_forward_layouts
 from zeroshard.tensor.find.found import AttentionSizes, FoundLayer, FoundLayers, Style
 from zeroshard.tensor.find.groups import Group, Source, is_attention, own_groups, planned_groups
@@ -63,8 +64,12 @@ def find(model: nn.Module, ranks: int, policy: TensorParallel) -> FoundLayers:
     differing = model_trial.differing(model, found, ranks)
     if differing:
         reason = f"in small, split and whole, the model differs in {differing}"
-        found = _Search(model, ranks, policy, calls, dict.fromkeys(_holders(found), reason)).found()
-        if differing := model_trial.differing(model, found, ranks):
+        experts = {layer.name for layer in found.layers if layer.style is Style.EXPERTS}
+        for kept in filter(None, (experts, experts | _holders(found))):
+            found = _Search(model, ranks, policy, calls, dict.fromkeys(kept, reason)).found()
+            if not (differing := model_trial.differing(model, found, ranks)):
+                return found
+        if differing:
             raise PlanError(
                 f"tensor_parallel={ranks} splits layers of {type(model).__name__} that do not work apart: in small, "
                 f"split and whole, the model differs in {differing}. Leave the layers around it whole: "
@@ -114,20 +119,27 @@ class _Search:
             raise refusal(self._indivisible, self._ranks)
         self._reasons |= reasons
         self._layers |= vocabulary
+        others = {path: each for path, each in self._modules.items() if path not in self._layers}
+        whole = {path: reason for path, reason in self._reasons.items() if path in self._fixed} | dict(
+            self._known_whole()
+        )
+        experts, reasons = find_experts(others, self._calls, self._ranks, {**whole, **self._kept})
+        self._layers |= experts
+        self._reasons |= reasons
         self._holders = {p: path for path in self._layers for p in _own(self._modules[path])}
         layers = {path: self._layer(path, module) for path, module in self._modules.items() if _own(module)}
         _check_shared(layers, self._modules)
         stacks = list(stacks_of(self._modules, layers))
-        whole: list[tuple[str, str]] = []
+        whole_sequences: list[tuple[str, str]] = []
         if self._policy.sequence:
             why = {
                 path: why_whole_sequences(self._modules, path, b, layers, self._attentions, self._calls)
                 for path, b in stacks
             }
-            whole = [(path, reason) for path, reason in why.items() if reason]
+            whole_sequences = [(path, reason) for path, reason in why.items() if reason]
             stacks = [(path, blocks) for path, blocks in stacks if not why[path]]
         blocks = tuple(tuple(blocks) for _, blocks in stacks)
-        return FoundLayers(tuple(layers.values()), tuple(self._attentions), blocks, tuple(whole))
+        return FoundLayers(tuple(layers.values()), tuple(self._attentions), blocks, tuple(whole_sequences))
 
     def _known_whole(self) -> Iterator[tuple[str, str]]:
         for path, module in self._modules.items():

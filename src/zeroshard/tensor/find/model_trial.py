@@ -22,6 +22,7 @@ from zeroshard.tensor.find.found import AttentionSizes, FoundLayer, FoundLayers,
 from zeroshard.tensor.find.linear import linear_features
 from zeroshard.tensor.find.small_run import CannotRun, NarrowLinear, SmallModel, likeness, tensors
 from zeroshard.tensor.find.trial import TrialWeights, alike, apart
+from zeroshard.tensor.split.experts import cut_experts, fit_experts
 from zeroshard.tensor.split.heads import cut_heads, fit_attention, fit_layer
 
 TOLERANCE = 1e-3  # relative, as of the trials of modules
@@ -220,7 +221,9 @@ class ModelTrial:
                     return "its output"
                 for key, gradient in own.items():
                     layer = self._layers.get(key[0])
-                    if layer is not None and (layer.partial or layer.style in (Style.COLUMN, Style.HEADS)):
+                    if layer is not None and (
+                        layer.partial or layer.style in (Style.COLUMN, Style.HEADS, Style.EXPERTS)
+                    ):
                         self._share(sums, key, gradient, gradients[key], rank)
                     elif not equal(gradient, gradients[key], least):
                         return f"the gradient of {'.'.join(key)}"
@@ -236,7 +239,7 @@ class ModelTrial:
             return
         dim = next(n for n in range(part.dim()) if part.shape[n] != whole.shape[n])
         at = 0
-        for piece in pieces_of(self._layers[key[0]].segments, self._ranks, rank):
+        for piece in pieces_of(self._layers[key[0]].segments_of(key[1]), self._ranks, rank):
             total.narrow(dim, piece.start, piece.length).add_(part.narrow(dim, at, piece.length))
             at += piece.length
 
@@ -257,6 +260,10 @@ class ModelTrial:
                 if rank is not None:
                     cut_heads(copied[path], layer, self._ranks, rank)
                 fit_layer(copied[path], layer, tape, self._ranks, rank)
+            if layer.style is Style.EXPERTS and path in copied and copied[path]._parameters:  # no stand-in
+                if rank is not None:
+                    cut_experts(copied[path], layer, self._ranks, rank)
+                fit_experts(copied[path], layer, tape, 1 if rank is None else self._ranks)
         for attention in self._attentions:
             if attention.name in copied:
                 if rank is not None:
@@ -289,9 +296,9 @@ def differing(model: nn.Module, found: FoundLayers, ranks: int) -> str:
     If the small model fails: the reason if the split needs more than sizes, else "".
     """
     layers = {layer.name: layer for layer in found.layers}
-    if not any(layer.style in (Style.COLUMN, Style.ROW) for layer in layers.values()):
+    if not any(layer.style in (Style.COLUMN, Style.ROW, Style.EXPERTS) for layer in layers.values()):
         return ""
-    split = tuple((n, e.style, e.segments, e.partial, e.gathers, e.shared) for n, e in layers.items())
+    split = tuple((n, e.style, e.segments, e.partial, e.gathers, e.shared, e.cuts) for n, e in layers.items())
     key = (likeness(model), ranks, split, repr(found.attentions))
     if key not in _verdicts:
         while len(_verdicts) >= KEPT:

@@ -120,6 +120,8 @@ def _why(
     for inner, module in modules[block].named_modules():
         path = f"{block}.{inner}".strip(".")
         layer = found.get(path)
+        if layer is not None and layer.style is Style.EXPERTS:
+            return f"{inner or 'it'} has experts, which read the tokens of all ranks"
         if layer is None or layer.style is not Style.WHOLE or layer.partial:
             continue
         if any(path.startswith(f"{name}.") or path == name for name in attentions):

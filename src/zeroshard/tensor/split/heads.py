@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from zeroshard.parts.place import Piece
 from zeroshard.tensor.find.found import AttentionSizes, FoundLayer, HeadArgument, Style, pieces_of
-from zeroshard.tensor.split.collectives import CopyIn, TensorRanks
+from zeroshard.tensor.split.collectives import CopyIn, SumOut, TensorRanks
 from zeroshard.tensor.split.layers import Entrance
 from zeroshard.tensor.split.sequence import activation_in, with_activation
 from zeroshard.units.forwards import insert
@@ -82,6 +82,13 @@ class RankBorders:
             return x
         copied: Tensor = CopyIn.apply(x, self._ranks, path)  # type: ignore[no-untyped-call]
         return copied
+
+    def summed(self, path: str, y: Tensor) -> Tensor:
+        """The sum of y over the ranks."""
+        if not (torch.is_grad_enabled() and y.requires_grad):
+            return self._ranks.sum(y, path)
+        total: Tensor = SumOut.apply(y.clone() if y._is_view() else y, self._ranks, path)  # type: ignore[no-untyped-call]
+        return total
 
     def shared(self, path: str, x: Tensor, features: int) -> Tensor:
         """x; the gradient of its last features is summed over the ranks."""

@@ -59,7 +59,7 @@ class Pair:
 
 def pairs_of(found: FoundLayers, modules: Mapping[str, nn.Module], ranks: int) -> dict[str, list[Pair]] | None:
     """The pairs of each block; None if a split layer is in no such pair of the blocks of one stack."""
-    if len(found.blocks) != 1 or found.whole_sequences:
+    if len(found.blocks) != 1 or found.whole_sequences or any(e.style is Style.EXPERTS for e in found.layers):
         return None
     layers = {layer.name: layer for layer in found.layers if layer.style in (Style.COLUMN, Style.ROW)}
     pairs: dict[str, list[Pair]] = {block: [] for block in found.blocks[0]}

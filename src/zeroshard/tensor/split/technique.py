@@ -33,6 +33,7 @@ from zeroshard.tensor.find.linear import linear_features
 from zeroshard.tensor.policy import TensorParallel
 from zeroshard.tensor.split.check_gradients import GradientCheck
 from zeroshard.tensor.split.collectives import TensorRanks, Zones
+from zeroshard.tensor.split.experts import fit_experts
 from zeroshard.tensor.split.heads import RankBorders, fit_attention, fit_layer, head_dimension
 from zeroshard.tensor.split.layers import ColumnForward, Entrance, Parameters, RowForward
 from zeroshard.tensor.split.planned_messages import PlannedMessages, pairs_of
@@ -157,22 +158,22 @@ class _Cutting:
                 if dimension is not None:
                     if parameter in self.places:
                         continue  # tied, and cut with another layer
-                    part = self._part(parameter, layer, dimension)
+                    part = self._part(parameter, layer, dimension, name)
                     for holder, attribute in sites[parameter]:
                         holder._parameters[attribute] = part
-                elif layer.partial or own_positions:
+                elif layer.partial or own_positions or layer.style is Style.EXPERTS:
                     self.places[parameter] = Partial(AXIS)
             self._tell_sizes(module, layer)
         for attention in found.attentions:
             for name, value in attention.sizes.items():
                 setattr(modules[attention.name], name, value)
 
-    def _part(self, whole: nn.Parameter, layer: FoundLayer, dimension: int) -> nn.Parameter:
-        pieces = tuple(own_pieces(layer, self._ranks))
+    def _part(self, whole: nn.Parameter, layer: FoundLayer, dimension: int, name: str) -> nn.Parameter:
+        pieces = tuple(own_pieces(layer, self._ranks, None, name))
         values = torch.cat([whole.detach().narrow(dimension, p.start, p.stop - p.start) for p in pieces], dimension)
         part = in_place_of(whole, values.contiguous())
         by_rank = tuple(
-            tuple(piece for piece in own_pieces(layer, self._ranks, rank) if piece.length)
+            tuple(piece for piece in own_pieces(layer, self._ranks, rank, name) if piece.length)
             for rank in range(self._ranks.size)
         )
         held = by_rank[self._ranks.rank]
@@ -180,7 +181,9 @@ class _Cutting:
         return part
 
     def _tell_sizes(self, module: Any, layer: FoundLayer) -> None:
-        """Set the attributes of sizes of a linear layer, or of an embedding of heads, to those of its part."""
+        """Set the attributes of sizes of linear layers, embeddings of heads and experts to those of the part."""
+        for name, value in layer.sizes:
+            setattr(module, name, value)
         own = sum(piece.stop - piece.start for piece in own_pieces(layer, self._ranks))
         for name in SIZES.get(layer.style, ()):
             if hasattr(module, name):
@@ -194,12 +197,12 @@ SIZES = {  # attributes with the features of a part
 }
 
 
-def own_pieces(layer: FoundLayer, ranks: TensorRanks, rank: int | None = None) -> Iterator[Piece]:
-    """A rank's pieces of a layer's features or vocabulary; by default this rank's."""
+def own_pieces(layer: FoundLayer, ranks: TensorRanks, rank: int | None = None, parameter: str = "") -> Iterator[Piece]:
+    """A rank's pieces of a layer's features or vocabulary, or of one parameter's; by default this rank's."""
     if layer.style in (Style.EMBEDDING, Style.OUTPUT):
         yield Piece(*ranks.rows(layer.segments[0].size, rank))
     else:
-        yield from pieces_of(layer.segments, ranks.size, ranks.rank if rank is None else rank)
+        yield from pieces_of(layer.segments_of(parameter), ranks.size, ranks.rank if rank is None else rank)
 
 
 def dimension_of(layer: FoundLayer, module: nn.Module, name: str) -> int | None:
@@ -213,6 +216,8 @@ def dimension_of(layer: FoundLayer, module: nn.Module, name: str) -> int | None:
             return 0 if name == "bias" else output_dimension(module)
         case Style.HEADS:
             return head_dimension(module)
+        case Style.EXPERTS:
+            return next((cut.dimension for cut in layer.cuts if cut.name == name and cut.segments), None)
         case _:
             return 0
 
@@ -270,6 +275,8 @@ class _Forwards:
         borders, ranks, rank = RankBorders(self._ranks), self._ranks.size, self._ranks.rank
         for layer in self._found.layers:
             fit_layer(self._modules[layer.name], layer, borders, ranks, rank)
+            if layer.style is Style.EXPERTS:
+                fit_experts(self._modules[layer.name], layer, borders, ranks)
         for attention in self._found.attentions:
             if attention.arguments or attention.narrow:
                 entrance = self.entrances[attention.name]
