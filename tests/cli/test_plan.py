@@ -414,10 +414,14 @@ def test_first_estimates_are_shown_apart_from_the_result(
         read = capsys.readouterr()
         assert not read.out
         lines.extend(read.err.splitlines())
+        first(Found(BEST[:1], (), 1, 0.0))
+        lines.extend(capsys.readouterr().err.splitlines())
         return Found(BEST, REFUSED, 42, 3.2)
 
     monkeypatch.setattr(plan_command, "search_once", searched)
     run_plan(*read_question([*ON_A100, "--json"], {}))
+    (fits,) = [line for line in lines if line.startswith("Fits: zero ")]
+    assert " tokens/s. The search goes on." in " ".join(lines) and "; peak " in fits
     assert "First estimates, best first; every plan is rehearsed now" in map(str.strip, lines)
     assert any(line.startswith("1  zero 3") and line.rstrip().endswith("estimate") for line in lines)
     assert len(json.loads(capsys.readouterr().out)["plans"]) == 3

@@ -40,8 +40,8 @@ def test_stages_and_dtypes_change_the_states_of_a_rank() -> None:
     for choice in choices_of(plan):
         states = choice.share(states, 4)
     assert (states.trainable, states.frozen, states.slices) == (500, 50, 2)
-    assert (states.parameter, states.gradient, states.master_weight) == (2, 2, 4)
-    assert choices_of(plan).slicing.least_bytes(states, 4) == 550 * 2 + 500 * 2 + 500 * (4 + 8) // 2
+    assert (states.parameter, states.gradient, states.kept_gradient, states.master_weight) == (2, 2, 4, 4)
+    assert choices_of(plan).slicing.least_bytes(states, 4) == 550 * 2 + 500 * 4 + 500 * (4 + 8) // 2
 
 
 def test_exact_random_numbers_are_named_and_not_rehearsed() -> None:

@@ -45,6 +45,7 @@ from zeroshard.report.plan_text import (
 from zeroshard.report.plans_page import write_plans
 from zeroshard.tensor.find.explain import ExplainedLayer, explain, explain_sequences
 from zeroshard.tensor.find.layers import find
+from zeroshard.text import format_bytes
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.family import SOURCE, default_plans, largest_table
 from zeroshard.train.option_values import NONE
@@ -282,8 +283,12 @@ def _print_largest(options: PlanOptions, machines: Machines) -> None:
 
 
 def _print_estimates(title: str, found: Found) -> None:
-    """Print the first estimates at once, on stderr, apart from the result."""
-    console = _console(stderr=True)
+    """Print the first estimates at once, then the first plan that fits, on stderr, apart from the result."""
+    console, best = _console(stderr=True), found.best[0]
+    if best.mode != "estimate":
+        peak = f"{format_bytes(best.peak_bytes)} of {format_bytes(best.capacity_bytes)}"
+        console.print(f"Fits: {named(best)}; peak {peak}, {best.tokens_per_second:,.0f} tokens/s. The search goes on.")
+        return
     console.print(title)
     console.print(plans_table(found.best, console.width, "First estimates, best first; every plan is rehearsed now"))
     console.print()

@@ -58,6 +58,11 @@ class Offloading(Choice):
         return not (self.policy.optimizer and self.policy.fraction < 1)
 
     @property
+    def leaner_first(self) -> Mapping[str, Any]:
+        """All states offloaded, where a share of them is."""
+        return {} if self.alike else {"offload.fraction": 1.0}
+
+    @property
     def changes(self) -> tuple[str, ...]:
         """Rounded moments, and late updates."""
         rounded = () if self.policy.moments == "fp32" else (f"{MOMENTS[self.policy.moments]} moments",)
@@ -87,7 +92,7 @@ class Offloading(Choice):
         weights = 0 if parameters_offloaded else states.trainable + states.frozen
         gathered = states.largest if self.sliced and (states.slices > 1 or parameters_offloaded) else 0
         stay = max(Fraction(0), (1 - Fraction(self.policy.fraction)) * states.trainable - states.largest)
-        kept = stay * (states.gradient + states.master_weight + states.optimizer_state) / states.slices
+        kept = stay * (states.kept_gradient + states.master_weight + states.optimizer_state) / states.slices
         held = weights * states.parameter + (0 if parameters_offloaded else states.packed)
         whole = Fraction(held) / (states.slices if self.sliced else 1)
         return ceil(whole + kept) + gathered * states.parameter

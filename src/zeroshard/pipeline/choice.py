@@ -90,7 +90,7 @@ class Stages(Choice):
         """Bytes of a stage's gradients beyond its states: summed in fp32, and on their way between its replicas."""
         if self.stages == 1:
             return 0
-        return states.trainable * (SUM * (1 + (data_ranks > 1)) - states.gradient)
+        return states.trainable * (SUM * (1 + (data_ranks > 1)) - states.kept_gradient)
 
     def filled(self, split: Split) -> Mapping[str, Any]:
         """The setting for the cut, unless the plan has one."""

@@ -57,7 +57,7 @@ def choices_of(plan: Plan) -> Choices:
             reduces_each=plan.reduces_each_microbatch,
         ),
         SharingExperts(plan.experts.ranks, plan.experts.two_level, plan.pipeline.stages),
-        Computing(plan.precision, plan.scales_loss),
+        Computing(plan.precision, plan.scales_loss, plan.adds_up_locally or plan.reductions > 1),
         Drawing(plan.rng == "exact"),
         Offloading(plan.offloading, sliced=plan.zero == 3),
     )

@@ -56,6 +56,7 @@ class States:
         master_weight: bytes of its master weight, 0 without.
         slices: into which a buffer is cut; a mean where buffers differ.
         mixtures: of the whole model.
+        gradient_sum: bytes of one parameter's gradients of several backwards, which add up; 0 for one backward.
     """
 
     trainable: int
@@ -68,6 +69,12 @@ class States:
     slices: int | Fraction = 1
     mixtures: Mixtures = Mixtures()
     packed: int = 0
+    gradient_sum: int = 0
+
+    @property
+    def kept_gradient(self) -> int:
+        """Bytes per parameter that hold the gradient of a step until the update."""
+        return max(self.gradient, self.gradient_sum)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +131,11 @@ class Choice:
     def alike(self) -> bool:
         """Whether all further blocks of a model cost the same."""
         return True
+
+    @property
+    def leaner_first(self) -> Mapping[str, Any]:
+        """Settings of a plan that needs less of the device and is rehearsed sooner; none by default."""
+        return {}
 
     @property
     def beside_devices(self) -> bool:

@@ -59,9 +59,15 @@ class Slicing(Choice):
         return replace(states, slices=self.slices(ranks))
 
     def least_bytes(self, states: States, ranks: int) -> int:
-        """The formula; under stage 3 with the largest unit gathered."""
-        each = BytesPerParameter(states.parameter, states.gradient, states.master_weight, states.optimizer_state)
-        found = state_bytes(states.trainable, states.slices, self.zero, each).total
+        """The formula; under stage 3 with the largest unit gathered.
+
+        Under stage 1 the sum of several reductions has a slice beside the gradients of one backward.
+        """
+        apart = self.zero == 1 and self.reduces_each and states.slices > 1
+        gradient = states.gradient if apart else states.kept_gradient
+        each = BytesPerParameter(states.parameter, gradient, states.master_weight, states.optimizer_state)
+        found = Fraction(states.trainable * states.gradient_sum) / states.slices if apart else Fraction(0)
+        found += state_bytes(states.trainable, states.slices, self.zero, each).total
         found += state_bytes(states.frozen, states.slices, self.zero, each, frozen=True).total
         found += Fraction(states.packed) / (states.slices if self.zero == 3 else 1)
         gathered = states.largest * states.parameter if self.zero == 3 and ranks > 1 else 0

@@ -93,8 +93,10 @@ def searched() -> Search:
 
 
 def test_first_estimates_come_before_any_plan_is_rehearsed_and_are_near(searched: Search) -> None:
-    ((first, before),) = searched.first
+    (first, before), (fits, asked) = searched.first
     assert before == 0 and searched.asked
+    assert [one.mode for one in fits.best] == ["fake"] and fits.best[0].fits  # while others are tried
+    assert 0 < asked <= 2 and fits.best[0].plan in searched.asked[:asked]
     assert {p.mode for p in first.best} == {p.time_mode for p in first.best} == {"estimate"}
     assert {(p.plan.zero, p.plan.pipeline.stages) for p in first.best} == {(0, 1), (1, 1), (2, 1), (3, 1), (0, 2)}
     for one in first.best:

@@ -47,8 +47,8 @@ class SearchProgress:
         self._left.pop(plan, None)
 
     def then(self, expected: Mapping[Plan | None, int], blocks: int) -> "SearchProgress":
-        """The progress of a further search."""
-        return SearchProgress(expected, self._rate, blocks, self.now)
+        """The progress of a further search; before any plan, one takes as long as getting here."""
+        return SearchProgress(expected, self._rate or self.now() - self._began, blocks, self.now)
 
     def look(self, plan: Plan) -> str:
         """The prefix of the line about a plan: "12/31 plans, about 40 s left"; empty without expected numbers."""

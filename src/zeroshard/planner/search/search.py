@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from zeroshard.doctor.cpu_load import busy_cpus
 from zeroshard.doctor.hardware import Machines
@@ -30,17 +31,17 @@ from zeroshard.planner.predict.cuts import Layers, layers_of
 from zeroshard.planner.predict.estimate import Estimator
 from zeroshard.planner.predict.predict import predict, predict_timed, way_of
 from zeroshard.planner.predict.rehearse import TrainingTask
-from zeroshard.planner.predict.result import Found, Prediction, Refusal
-from zeroshard.planner.predict.states import Sizes, least_bytes, sizes_of, states_of
+from zeroshard.planner.predict.result import MARGIN, Found, Prediction, Refusal
+from zeroshard.planner.predict.states import sizes_of, states_of
 from zeroshard.planner.search.adapted import trained_as, with_adapters, with_optimizer
-from zeroshard.planner.search.expectations import Expectation, Shape, are_many, expectation_of, in_turn
+from zeroshard.planner.search.exclusions import Exclusions
+from zeroshard.planner.search.expectations import Expectation, Shape, are_many, expectation_of, in_turn, is_hopeless
 from zeroshard.planner.search.nearest import nearest_ways
 from zeroshard.planner.search.order import rank, with_whole_first
 from zeroshard.planner.search.progress import SearchProgress
 from zeroshard.planner.search.text import lacking, short
 from zeroshard.planning.offers import Divided, Offer, Refused, Site
 from zeroshard.tensor import choice as tensor
-from zeroshard.text import format_bytes
 from zeroshard.zero import choice as zero
 
 OFFERS: tuple[Callable[[Site], Iterator[Offer | Refused]], ...] = (zero.offers, pipeline.offers)
@@ -77,10 +78,11 @@ def search(
         plans: plans and rows per data rank to look at, instead of all.
         say: called with a line about each plan.
         last_resorts: whether to try them even where other plans fit.
-        first: called with the first estimates, before any plan is rehearsed; not called without estimates.
+        first: called with the first estimates, before any plan is rehearsed; not called without estimates. Called
+            again with the first plan that fits, while others are tried.
     """
     began = time.perf_counter()
-    run = _Search(task, machines, base or Plan(), say)
+    run = _Search(task, machines, base or Plan(), say, first)
     if plans is None:
         shapes = list(run.shapes())
         found = run.estimates(shapes)
@@ -119,6 +121,7 @@ class _Search:
     machines: Machines
     base: Plan
     say: Say
+    first: Callable[[Found], None] = lambda found: None
     fitting: list[Prediction] = field(default_factory=list)
     refused: list[Refusal] = field(default_factory=list)
     looked_at: int = 0
@@ -126,11 +129,10 @@ class _Search:
     progress: SearchProgress = field(default_factory=lambda: SearchProgress({}))
     _seen: dict[Key, Prediction] = field(default_factory=dict)
     _layers: Layers | str | None = None
-    _sizes: Sizes | None = None
     _likely: dict[Plan, list[int]] = field(default_factory=dict)
     _expected: dict[Plan, Expectation] = field(default_factory=dict)
+    _made: dict[int, Estimator] = field(default_factory=dict)  # by the ranks that split layers
     _gain: float = 0.0  # least seconds of a variant relative to its plan; 0 before any is faster
-    _whole: list[Refusal] = field(default_factory=list)  # of tensor-parallel plans for a model without layers to split
 
     @property
     def _site(self) -> Site:
@@ -181,7 +183,6 @@ class _Search:
         if best is not None and are_many(shapes):
             self.progress.begin(None)
             self._try_faster(best)
-        self.refused += self._whole
 
     def try_with_variants(self, shape: Shape, many: bool = False) -> float:
         """Look at a shape and its variants ([Note: variants]); returns the seconds without them, if that fits."""
@@ -208,7 +209,7 @@ class _Search:
         """The plan's variants from its techniques."""
         ranks = self.machines.count
         try:
-            states = states_of(self._sizes_of(), plan, ranks)
+            states = states_of(self._excluding.sizes, plan, ranks)
         except ZeroshardError:  # no plan works, and the search reports why
             return []
         varied = choices_of(plan).varied
@@ -237,7 +238,8 @@ class _Search:
 
     def try_other(self, task: TrainingTask, resorts: bool = False) -> None:
         """Try plans for a task with other results, without offload or with `resorts`, until enough plans fit."""
-        run = _Search(task, self.machines, self.base, self.say, wanted=self.wanted - len(self.fitting))
+        first = (lambda found: None) if self.fitting else self.first
+        run = _Search(task, self.machines, self.base, self.say, first, wanted=self.wanted - len(self.fitting))
         divided = self._divisions[0]
         for offer in () if resorts else zero.offers(divided.site):
             if isinstance(offer, Offer) and len(run.fitting) < run.wanted:
@@ -261,9 +263,9 @@ class _Search:
         """The first estimate of each shape that is expected to fit, the fastest first; the search starts from them."""
         chosen: list[Prediction] = []
         looks: dict[Plan, int] = {}
-        began, room = time.perf_counter(), self.machines.device.capacity_bytes
+        began, room = time.perf_counter(), (1 - MARGIN) * self.machines.device.capacity_bytes
         hopeful = [shape for shape in shapes if self._least_bytes(shape.plan) <= room]
-        estimators = self._estimators(dict.fromkeys(shape.together for shape in hopeful))
+        estimators = self._made = self._estimators(dict.fromkeys(shape.together for shape in hopeful))
         each = (time.perf_counter() - began) / (len(estimators) + 1) if estimators else 0.0
         for shape in (shape for shape in shapes if shape.together in estimators):
             offer, variants = shape.offer, self._variants(shape.plan)
@@ -296,18 +298,18 @@ class _Search:
             self.say(f"{'one rank' if together == 1 else f'{together} ranks that split layers'}, for first estimates")
             try:
                 like = next(iter(found.values()), None)
-                made = Estimator.of(self.task, self.base, self.machines, self._sizes_of(), together, like)
+                made = Estimator.of(self.task, self.base, self.machines, self._excluding.sizes, together, like)
                 found[together] = replace(made, layers=self._costs())
             except ZeroshardError as error:
                 if together == 1:  # the search reports it, plan by plan
                     return {}
-                self._whole.append(Refusal(self.base.with_settings({"tensor_parallel": together}), 0, str(error), ""))
+                self._refuse(self.base.with_settings({"tensor_parallel": together}), 0, str(error), "")
         return found
 
     def _least_bytes(self, plan: Plan) -> int:
         """The least bytes of its states on a device; 0 where they are not known, and the search reports why."""
         try:
-            return least_bytes(self._sizes_of(), plan, self.machines.count)
+            return self._excluding.least_bytes(plan)
         except ZeroshardError:
             return 0
 
@@ -323,13 +325,22 @@ class _Search:
             return
         leaner, known = shape.leaner, self._expected.get(plan)
         lean = replace(shape, plan=leaner, offer=replace(offer, order=offer.lean_order or offer.order))
-        if many and known is not None and known.far:
+        made, counts = self._made.get(shape.together), offer.counts
+        with suppress(ZeroshardError):  # else no plan works, and the search reports why
+            counts = self._excluding.possible(plan, counts)
+        fewer = len(counts) < len(offer.counts)
+        far = fewer and all(is_hopeless(made, self._with(plan, m), shape.rows) for m in counts)
+        if leaner != plan and (far or (many and known is not None and known.far)):
             self.try_shape(lean, many)
             return
-        likely = self._likely.get(plan, [])
-        found = offer.order.find(
-            lambda count: self._rehearse(self._with(plan, count), shape.rows), offer.counts, likely
-        )
+        likely = [m for m in self._likely.get(plan, []) if m in counts]
+
+        def rehearsed(count: int) -> Prediction | None:
+            wanted = self._with(plan, count)
+            alone = count == 1 < len(counts)  # without a sum of gradients, and with far more besides
+            return None if alone and is_hopeless(made, wanted, shape.rows) else self._rehearse(wanted, shape.rows)
+
+        found = offer.order.find(rehearsed, counts, likely)
         if found is not None and not found.fits and leaner != plan:
             self.try_shape(lean, many)
         if self._keep(found) and not many:
@@ -345,7 +356,7 @@ class _Search:
         for other in shape.offer.faster(m, self._site):
             again = self._rehearse(_unsplit(found.plan).with_settings({**other, "microbatches": m}), shape.rows)
             if again is not None and again.fits:
-                self.fitting.append(again)
+                self._keep(again)
 
     def _keep(self, found: Prediction | None) -> bool:
         """Keep a plan that fits, and refuse one that does not."""
@@ -353,12 +364,16 @@ class _Search:
             self._refuse(found.plan, found.batch, *lacking(found), found)
         elif found is not None:
             self.fitting.append(found)
+            if len(self.fitting) == 1:
+                self.first(Found((found,), (), self.looked_at, 0.0))
         return found is not None and found.fits
 
     def ways(self) -> tuple[str, ...]:
         """The nearest ways to train the job; none for a task that no plan can train."""
         try:
-            return tuple(nearest_ways(self.task, self.base, self.machines, self._sizes_of(), [*self._seen.values()]))
+            return tuple(
+                nearest_ways(self.task, self.base, self.machines, self._excluding.sizes, [*self._seen.values()])
+            )
         except ZeroshardError:
             return ()
 
@@ -396,8 +411,12 @@ class _Search:
             return self._seen[key]
         self.looked_at += 1
         try:
-            if self._too_large(plan, rows):
+            if (excluded := self._excluding.why(plan)) is not None:
+                self._refuse(plan, rows, *excluded)
                 return None
+            if (known := self._without_room(plan, rows)) is not None:
+                self._seen[key] = known
+                return known
             each = max(1, rows // plan.microbatches)
             for choice in choices_of(plan):
                 plan = plan.with_settings(choice.filled(lambda chunks: self._layers_of(each).split(chunks)))
@@ -409,10 +428,9 @@ class _Search:
             return None
         return self._seen[key]
 
-    def _sizes_of(self) -> Sizes:
-        if self._sizes is None:
-            self._sizes = sizes_of(self.task, self.base.ignored)
-        return self._sizes
+    @cached_property
+    def _excluding(self) -> Exclusions:
+        return Exclusions(sizes_of(self.task, self.base.ignored), self.machines, self.base)
 
     def _looks_at(self, shapes: Sequence[Shape]) -> dict[Plan | None, int]:
         """The expected number of plans to look at of last resorts, until enough are likely to fit."""
@@ -420,44 +438,19 @@ class _Search:
         missing, room = self.wanted - len(self.fitting), LIKELY * self.machines.device.capacity_bytes
         for shape in shapes:
             with suppress(ZeroshardError):
-                if missing and self._excluded(shape.plan) is None:
+                if missing and self._excluding.why(shape.plan) is None:
                     looks[shape.plan] = 2  # with its leaner settings
                     missing -= self._least_bytes(shape.plan) <= room
         return looks
 
-    def _too_large(self, plan: Plan, rows: int) -> bool:
-        """Refuse a plan whose states alone exceed a device or a node's memory; returns whether it was refused."""
-        excluded = self._excluded(plan)
-        if excluded is not None:
-            self._refuse(plan, rows, *excluded)
-        return excluded is not None
-
-    def _excluded(self, plan: Plan) -> tuple[str, str] | None:
-        """Why the states of a plan alone exceed a device or a node's memory, and the way out; None if they do not."""
-        room, ranks = self.machines.device.capacity_bytes, self.machines.count
-        needed = least_bytes(self._sizes_of(), plan, ranks)
-        states, per_node = states_of(self._sizes_of(), plan, ranks), min(ranks, self.machines.per_node)
-        kept = per_node * sum(choice.least_host_bytes(states, ranks) for choice in choices_of(plan))
-        if not self.machines.node_holds(kept):
-            held, need = format_bytes(self.machines.host_memory or 0), format_bytes(kept)
-            why = f"The offloaded states alone take {need} of each node's host memory, which is {held}."
-            return why, f"Nodes with more than {need} of host memory would hold them."
-        if needed <= room or any(choice.exhausted for choice in choices_of(plan)):
+    def _without_room(self, plan: Plan, rows: int) -> Prediction | None:
+        """The least that a plan for a deep model needs, if it exceeds a device ([Note: the whole share first])."""
+        leaner = {name: value for choice in choices_of(plan) for name, value in choice.leaner_first.items()}
+        known = self._rehearse(plan.with_settings(leaner), rows) if leaner and not self._deep else None
+        if known is None:
             return None
-        why = (
-            f"Its model states alone take {format_bytes(needed)} on every rank, and a device has {format_bytes(room)}."
-        )
-        return why, self._way_out(plan, needed)
-
-    def _way_out(self, plan: Plan, needed: int) -> str:
-        """The smallest single change with which the states would fit."""
-        room, ranks = self.machines.device.capacity_bytes, self.machines.count
-        every = (remedy for choice in reversed(choices_of(plan)) for remedy in choice.remedies(ranks))
-        for remedy in (each for each in every if takes(plan, each.settings)):
-            changed = (self.base if remedy.anew else plan).with_settings(remedy.settings)
-            if remedy.certain or least_bytes(self._sizes_of(), changed, remedy.ranks) <= room:
-                return remedy.sentence
-        return f"Devices with {format_bytes(needed)} or more would hold them."
+        bound = self._excluding.at_least(plan, known)
+        return bound if "device" in bound.full else None
 
     def _refuse(self, plan: Plan, rows: int, why: str, way_out: str, prediction: Prediction | None = None) -> None:
         self.refused.append(Refusal(plan, rows, why, way_out, prediction))
