@@ -118,6 +118,14 @@ def test_a_chart_zooms_turns_logarithmic_and_hides_a_series(pages: dict[str, Pat
     assert browser.evaluate("document.querySelector('.plot')._fullData[0].visible") == "legendonly"
 
 
+def test_a_chart_is_saved_as_a_picture_under_the_policy_of_the_page(pages: dict[str, Path], browser: Browser) -> None:
+    browser.show(1280, False)
+    browser.open(pages["compare"])
+    drawn = "Plotly.toImage(document.querySelector('.plot'), {format: 'png', width: 300, height: 200})"
+    assert browser.evaluate(f"{drawn}.then((url) => url.slice(0, 22))") == "data:image/png;base64,"
+    assert browser.complaints(pages["compare"]) == []
+
+
 def test_a_menu_chooses_the_layer_whose_experts_are_shown(pages: dict[str, Path], browser: Browser) -> None:
     browser.show(1280, False)
     browser.open(pages["run"])

@@ -309,7 +309,7 @@ def test_the_origin_of_a_run_is_in_the_head_and_its_commands_can_be_copied(tmp_p
         "2026-11-29 10:00:00+01:00, resumed 1 × · node-1 and 1 more hosts · cpu · git 0123456789 on main,"
         " 3 changed files · seed 5 · zeroshard 0.1.0 · torch 2.13.0 · Python 3.11.7"
     )
-    assert page.texts["h2"].count("Starts") == 1
+    assert page.texts["h2"].count("Last start") == 1 and "1 earlier start" in page.texts["summary"]
     commands = dict(zip(page.texts["h3"], page.texts["pre"], strict=False))
     assert commands == {
         "Start": START["command"],

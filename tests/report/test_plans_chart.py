@@ -40,4 +40,12 @@ def test_a_wide_range_is_logarithmic() -> None:
     near = plans_chart(POINTS, 20.0 * GIB, None).layout
     assert "type" not in near["xaxis"] and near["yaxis"]["rangemode"] == "tozero"
     far = plans_chart([*POINTS, replace(POINTS[0], target="plan-4", seconds=64.0)], 20.0 * GIB, None).layout
+    assert plans_chart([replace(POINTS[0], peak_bytes=GIB)], 20.0 * GIB, None).begins_logarithmic
     assert far["xaxis"]["type"] == "log" and "type" not in far["yaxis"]
+    shown = dict(zip(far["xaxis"]["tickvals"], far["xaxis"]["ticktext"], strict=True))
+    assert {0.2: "0.2", 1: "1", 50: "50"}.items() <= shown.items()
+
+
+def test_near_times_are_drawn_apart() -> None:
+    near = [replace(POINTS[0], target=f"plan-{n}", seconds=0.004 + n * 1e-5) for n in range(1, 5)]
+    assert "rangemode" not in plans_chart(near, 20.0 * GIB, None).layout["xaxis"]

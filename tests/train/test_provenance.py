@@ -54,6 +54,8 @@ def test_the_command_line_can_be_pasted(program: str, monkeypatch: pytest.Monkey
 def test_the_command_line_of_a_script_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["mine.py", "--x"])
     assert command_line() == "mine.py --x"
+    monkeypatch.setattr(sys, "argv", [""])  # as at a prompt
+    assert command_line() == ""
 
 
 def test_a_start_is_that_of_the_rank_that_writes_the_folder(tmp_path: Path) -> None:

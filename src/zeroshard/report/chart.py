@@ -41,6 +41,11 @@ class Chart:
     choices: tuple[str, ...] = ()
     shaded: bool = False
 
+    @property
+    def begins_logarithmic(self) -> bool:
+        """Whether its y axis is logarithmic before the reader asks for it."""
+        return bool(self.layout.get("yaxis", {}).get("type") == "log")
+
     def as_json(self) -> dict[str, Any]:
         """The content that `charts.js` reads."""
         return {"traces": list(self.traces), "layout": self.layout}

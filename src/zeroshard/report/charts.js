@@ -46,7 +46,10 @@ const drawChart = async (figure) => {
   const shared = { ...LAYOUT, xaxis: AXIS, yaxis: AXIS };
   if (content.layout.yaxis2) shared.yaxis2 = AXIS;
   const layout = merged(shared, content.layout);
-  if (figure.dataset.scale) layout.yaxis = { ...layout.yaxis, type: figure.dataset.scale };
+  if (figure.dataset.scale) {
+    const tickmode = figure.dataset.scale === "log" && layout.yaxis.tickvals ? "array" : "auto";
+    layout.yaxis = { ...layout.yaxis, type: figure.dataset.scale, tickmode };
+  }
   if (plot.clientWidth < NARROW) layout.legend = { ...layout.legend, font: { size: 11 } };
   const choice = figure.querySelector("select.choice")?.value;
   if (choice) content.traces.forEach((trace, i) => (trace.visible = i === Number(choice)));
@@ -81,7 +84,8 @@ for (const figure of charts) {
     const on = event.target.getAttribute("aria-pressed") !== "true";
     event.target.setAttribute("aria-pressed", String(on));
     figure.dataset.scale = on ? "log" : "linear";
-    Plotly.relayout(plot, { "yaxis.type": figure.dataset.scale, "yaxis.autorange": true });
+    const tickmode = on && plot.layout.yaxis.tickvals ? "array" : "auto";
+    Plotly.relayout(plot, { "yaxis.type": figure.dataset.scale, "yaxis.tickmode": tickmode, "yaxis.autorange": true });
   });
   figure.querySelector("select.choice")?.addEventListener("change", () => drawChart(figure));
   figure.querySelector("button.reset").addEventListener("click", () => {

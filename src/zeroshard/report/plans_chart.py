@@ -1,5 +1,6 @@
 """Memory against time: every plan of a search as a point, whose shape shows if it fits, and with which results."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from zeroshard.report.chart import Chart, Trace, byte_unit, number, numbers, tim
 from zeroshard.text import format_bytes
 
 WIDE_RANGE = 12.0  # times the least value: a longer range is drawn on a logarithmic scale
+FAR = 0.5  # of the greatest value: an axis of values that are all above begins near the least
 KINDS = {  # by their style: symbol, colour and meaning
     "fits": ("circle", "var(--accent)", "fits, with the results of an unlimited device"),
     "changed": ("triangle-up", "var(--validation)", "fits, with other results"),
@@ -65,8 +67,11 @@ def plans_chart(points: Sequence[PlanPoint], room: float, recommended: str | Non
     shape = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": number(room / unit), "y1": number(room / unit)}
     layout: dict[str, Any] = {
         "hovermode": "closest",
-        "xaxis": {"title": {"text": f"time of a step, {second_name}"}, **_scale([p.seconds for p in points])},
-        "yaxis": {"title": {"text": f"peak, {unit_name}"}, **_scale([room, *(p.peak_bytes for p in points)])},
+        "xaxis": {"title": {"text": f"time of a step, {second_name}"}, **_scale([p.seconds / second for p in points])},
+        "yaxis": {
+            "title": {"text": f"peak, {unit_name}"},
+            **_scale([size / unit for size in (room, *(p.peak_bytes for p in points))]),
+        },
         "shapes": [{**shape, "line": line}],
     }
     caption = (
@@ -86,6 +91,10 @@ def _ring(point: PlanPoint, second: float, unit: float) -> Trace:
 
 
 def _scale(values: Sequence[float]) -> dict[str, Any]:
-    """A logarithmic axis for a wide range of values, else one from 0."""
+    """A logarithmic axis for a wide range of values, ticks at 1, 2 and 5; else one from 0, unless all are far."""
     low, high = min(values), max(values)
-    return {"type": "log"} if low > 0 and high / low > WIDE_RANGE else {"rangemode": "tozero"}
+    if low > 0 and high / low > WIDE_RANGE:
+        powers = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1)
+        ticks = [step * 10.0**power for power in powers for step in (1, 2, 5)]
+        return {"type": "log", "tickvals": numbers(ticks), "ticktext": [f"{tick:.6g}" for tick in ticks]}
+    return {} if low > FAR * high else {"rangemode": "tozero"}

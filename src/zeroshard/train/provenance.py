@@ -40,14 +40,16 @@ def start_of(config: TrainConfig, comm: Comm, folder: Path, again: str, reports:
         "python": platform.python_version(),
         "zeroshard": __version__,
         "torch": str(torch.__version__),
-        "git": git_state(Path.cwd()),
+        "git": git_state(Path()),
         "seed": config.plan.seed,
         "ranks": len(hosts),
     }
 
 
 def command_line() -> str:
-    """The command line of this process, for a shell; a rank has the words of the command that started it."""
+    """The command line of this process, for a shell; empty in a session without one."""
+    if not sys.argv or not sys.argv[0]:
+        return ""
     program = Path(sys.argv[0])
     return shlex.join(["zeroshard" if program.stem in OURS else str(program), *sys.argv[1:]])
 
