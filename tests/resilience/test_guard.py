@@ -77,8 +77,8 @@ def test_after_so_many_roll_backs_it_gives_up_and_says_why() -> None:
     with pytest.raises(NonFiniteError) as caught:
         feed(guard, [2.0] * 10 + [9.0])
     text = str(caught.value)
-    assert text.startswith("The gradient norm went wrong (7 in step 11 beside a median of 1; nan in step 11")
-    assert "9 in step 11 beside a median of 2; the last good values: 2, 2, 2, 2, 2)" in text
+    assert text.startswith("The gradient norm went wrong (7 in step 11 compared with a median of 1; nan in step 11")
+    assert "9 in step 11 compared with a median of 2; the last good values: 2, 2, 2, 2, 2)" in text
     assert "gone back 2 times, of 2 allowed" in text and "sample 40" in text and "clip_norm" in text
     with pytest.raises(NonFiniteError, match="gone back 0 times, of 0 allowed"):
         feed(Guard(rollbacks=0), [NAN])

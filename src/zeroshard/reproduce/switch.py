@@ -116,7 +116,7 @@ def operations(say: Say) -> Iterator[Reading]:
 SWITCH = (
     Claim(
         "switch-parameters",
-        "parameters of Switch Transformers beside the dense models with equal operations",
+        "parameters of Switch Transformers compared with dense models of equal operations",
         f"{PAPER}, table 9",
         "10^9 parameters",
         "Matrices are counted, those of mixtures from `zs.moe.MoE` on the meta device.",

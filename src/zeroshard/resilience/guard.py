@@ -103,8 +103,8 @@ class Guard:
         self._row += 1
         self._last_bad = max(self._last_bad, step)
         self.origin = self.origin or Origin(step, position)
-        beside = "" if median is None else f" beside a median of {median:.4g}"
-        self._bad_steps = [*self._bad_steps, f"{value:.4g} in step {step}{beside}"][-REMEMBERED:]
+        compared = "" if median is None else f" compared with a median of {median:.4g}"
+        self._bad_steps = [*self._bad_steps, f"{value:.4g} in step {step}{compared}"][-REMEMBERED:]
         LOG.warning("the %s is %s", self._what, self._bad_steps[-1])
         if self._row < self._patience:
             return GuardVerdict.BAD
