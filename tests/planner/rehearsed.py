@@ -32,6 +32,34 @@ def gpt(shape: GPTConfig = SHAPE) -> nn.Module:
         return GPT(shape)
 
 
+class Pair(nn.Module):
+    """An encoder and a decoder that share an embedding; the encoder's output enters each block of the decoder."""
+
+    def __init__(self, shape: GPTConfig = SHAPE) -> None:
+        super().__init__()
+        sizes = shape.width, shape.heads, 2 * shape.width, 0.0
+        self.embed = nn.Embedding(shape.vocabulary, shape.width)
+        self.encoder = nn.ModuleList([nn.TransformerEncoderLayer(*sizes, batch_first=True) for _ in range(2)])
+        self.decoder = nn.ModuleList([nn.TransformerDecoderLayer(*sizes, batch_first=True) for _ in range(2)])
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """The mean cross entropy."""
+        memory = self.embed(tokens)
+        for block in self.encoder:
+            memory = block(memory)
+        hidden = self.embed(targets.roll(1, 1))
+        for block in self.decoder:
+            hidden = block(hidden, memory)
+        logits = nn.functional.linear(hidden, self.embed.weight)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def pair() -> nn.Module:
+    """A small encoder with a decoder, on the meta device."""
+    with torch.device("meta"):
+        return Pair()
+
+
 def tokens(rows: int, shape: GPTConfig = SHAPE) -> dict[str, Tensor]:
     """So many rows of text."""
     drawn = torch.randint(shape.vocabulary, (rows, shape.context))
@@ -48,13 +76,20 @@ def punctual() -> AbstractContextManager[object]:
     return patch.object(backward, "GRACE", 60.0)
 
 
-def run(mesh: zs.Mesh, plan: dict[str, Any], optimizer: str, rows: int, steps: int = 3) -> dict[str, Any]:
+def run(
+    mesh: zs.Mesh,
+    plan: dict[str, Any],
+    optimizer: str,
+    rows: int,
+    steps: int = 3,
+    build: Callable[[], nn.Module] = gpt,
+) -> dict[str, Any]:
     """Train for real; the ledger's bytes, the traffic, the peak of torch's allocations, and the communicators."""
     wanted = zs.Plan.from_dict(plan)
     torch.manual_seed(0)  # parts and stages of one model need one batch
     with punctual(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
         batch, example = tokens(rows), tokens(max(1, rows // wanted.microbatches))
-        job = task(optimizer)
+        job = task(optimizer, build=build)
         model = job.build()
         engine = zs.Engine(model, OPTIMIZERS[optimizer], wanted, mesh=mesh, example=example)
         for _ in range(steps):

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from planner.rehearsed import run, task, tokens
+from planner.rehearsed import pair, run, task, tokens
 from pool import Pool
 from selection import by_default
 
@@ -87,6 +87,20 @@ def test_states_and_traffic_to_the_byte_and_the_peak(pool: Pool, case: tuple[int
         if not shares(ranks, plan):
             near = HELD if wanted.tensor.splits else max(PEAK[wanted.precision], LATE if ranks > 1 else 0)
             assert found.peak_bytes == pytest.approx(real[rank]["peak"], rel=near)
+
+
+@pytest.mark.parametrize("schedule, recompute", [("1f1b", "off"), ("gpipe", "blocks")])
+def test_values_that_are_carried_beside_an_activation(pool: Pool, schedule: str, recompute: str) -> None:
+    """The encoder's output goes to each stage of the decoder: messages to the element, the peak to a percent."""
+    plan = {"pipeline_parallel": 3, "pipeline_parallel.split": ("encoder.1", "decoder.1"), "recompute": recompute}
+    plan |= {"pipeline_parallel.schedule": schedule, "microbatches": 4, "zero": 0}
+    real = pool.run(run, 3, plan, "adamw", 8, 6, pair)
+    for rank in range(3):
+        found = rehearse(task("adamw", build=pair), zs.Plan.from_dict(plan), rank, 3, 8)
+        assert {**found.states, "activations": 0} == {**real[rank]["states"], "activations": 0}
+        wire = {p: w for p, w in real[rank]["wire"].items() if any(w) and p != "agreement"}
+        assert {p: w for p, w in found.wire.items() if any(w) and p != "agreement"} == wire
+        assert found.peak_bytes == pytest.approx(real[rank]["peak"], rel=0.01)
 
 
 def test_a_rehearsal_touches_no_memory_and_draws_no_random_numbers() -> None:
