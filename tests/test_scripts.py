@@ -68,6 +68,7 @@ TOY = {  # words behind the name of each script; KEPT is a file for its figures
     "soak.py": "--only F21 --forged 2 --quick --json KEPT",
     "startup.py": "--part scripts --pairs 1 --size 1M --scripts zero3-shared",
     "tensor.py": "--rounds 1 --shapes 64 --kinds single alone ours dtensor --json KEPT",
+    "pipeline_families.py": "--families t5 --json KEPT",
     "tensor_families.py": "--families llama --json KEPT",
     "verify_bugs.py": "--bugs dropped_microbatch",
     "verify_zoo.py": "--models Plain --plans zero2-m2 --json KEPT",

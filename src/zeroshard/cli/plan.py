@@ -20,6 +20,7 @@ from zeroshard.cli.plan_options import ROWS, SEQUENCE, PlanOptions, precision_fo
 from zeroshard.doctor.hardware import Machines
 from zeroshard.errors import ConfigError
 from zeroshard.plan import Plan
+from zeroshard.planner.predict.cuts import boundaries_of
 from zeroshard.planner.predict.predict import predict, way_of
 from zeroshard.planner.predict.rehearse import TrainingTask
 from zeroshard.planner.predict.result import Found, Prediction
@@ -97,19 +98,22 @@ def run_plan(options: PlanOptions, machines: Machines | None) -> None:
         rates = f"Rates: {machines.device.source}"
         write_plans(options.html, listed(found, task, machines, options), found, title, (rates,))
         files.append(options.html)
-    layers = None
+    layers, boundaries = None, list[str]()
     if options.explain is not None:
+        boundaries = boundaries_of(task, found.best[options.explain - 1].plan)
         layers = _explained_layers(found.best[options.explain - 1].plan, task)
         stem = options.pictures / f"{Path(task.name.replace(':', '.')).stem}-{options.explain}"
         explained = found.best[options.explain - 1]
         files += write_plan(explained, stem, title, (f"Rates: {machines.device.source}",))
     if options.json:
-        content = as_json(found, task, machines, options, files, layers)
+        content = as_json(found, task, machines, options, files, layers, boundaries)
         print(json.dumps(content, indent=1, allow_nan=False))
     else:
         _print(found, machines, title, options.explain, [*answer_lines(found, task, machines, options)], files)
         if layers is not None:
             _print_layers(*layers)
+        for line in boundaries:
+            _console().print(line, markup=False, highlight=False)
     if not found.best:
         sys.exit(1)
 

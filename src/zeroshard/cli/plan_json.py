@@ -24,6 +24,7 @@ def as_json(
     options: PlanOptions,
     files: Sequence[Path],
     layers: Layers | None,
+    boundaries: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The answer as values of JSON: bytes, seconds and shares as plain numbers, None where a number is not known."""
     rehearsed = [_plan(one) for one in listed(found, task, machines, options)]
@@ -57,6 +58,7 @@ def as_json(
         "files": [str(path) for path in files],
         "layers": None if layers is None else [row.as_dict() for row in layers[1]],
         "sequences": None if layers is None else layers[2],
+        "boundaries": list(boundaries),
     }
 
 

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -322,6 +323,37 @@ def test_values_that_no_message_brings_are_refused(kind: type[nn.Module], said: 
     assert said in str(refused.value)
 
 
+class Twins(nn.Module):
+    """Returns its result twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(10, 10)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.inner(x).tanh()
+        return x, x
+
+
+class Repeated(Plain):
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.blocks = nn.ModuleList([Twins() for _ in range(3)])
+
+    def body(self, x: Tensor, step: int) -> Tensor:
+        kept = []
+        for block in self.blocks:
+            x, again = block(x)
+            kept.append(again)
+        return x + sum(kept)
+
+
+def test_a_tensor_that_is_returned_twice_is_sent_once() -> None:
+    model = Repeated()
+    chain = check_all_cuts(model, (tokens(2), tokens(3)))
+    assert [len(chain.carried.at(layer)) for layer in range(1, 5)] == [1, 1, 2, 3]
+
+
 STEPS = 3
 SETTINGS: dict[str, dict[str, Any]] = {
     "1f1b": {},
@@ -385,3 +417,78 @@ def test_stages_train_as_in_one_process(pool: Pool, setting: str) -> None:
         model.load_state_dict(wanted.weights)
         expected = without_dropout(model)(*data_of(name, 7, 2)).item()
         assert [each[name][2] for each in answers] == pytest.approx([expected] * 2, rel=1e-5)
+
+
+class Outside(nn.Module):
+    """Layers with their residuals outside of the blocks, or inside."""
+
+    def __init__(self, inside: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(13, 10)
+        self.blocks = nn.ModuleList([Residual(inside) for _ in range(4)])
+        self.inside = inside
+
+    def forward(self, tokens: Tensor, step: int = 0) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x) if self.inside else x + block(x)
+        return x.square().mean()
+
+
+class Residual(nn.Module):
+    def __init__(self, inside: bool) -> None:
+        super().__init__()
+        self.inner, self.inside = nn.Linear(10, 10), inside
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x).tanh()
+        return x + y if self.inside else y
+
+
+CONTINUED: list[tuple[int, dict[str, Any]]] = [
+    (2, {"pipeline_parallel.schedule": "pipedream"}),
+    (2, {"pipeline_parallel.schedule": "2bw"}),
+    (4, {"zero": 1}),
+    (4, {"zero": 2, "precision": "bf16", "transport": "network"}),
+    (4, {"zero": 3, "pipeline_parallel.schedule": "gpipe", "recompute": "blocks"}),
+    (2, {"recompute": "sqrt"}),
+]
+
+
+def both_ways(mesh: zs.Mesh, settings: dict[str, Any]) -> list[list[float]]:
+    losses = []
+    for inside in (True, False):
+        torch.manual_seed(1)
+        chosen = {"pipeline_parallel": 2, "pipeline_parallel.split": ("blocks.2",), "microbatches": 2} | settings
+        engine = zs.Engine(
+            Outside(inside), OPTIMIZERS["sgd"], zs.Plan.from_dict(chosen), mesh=mesh, example=data_of("skip", 9, 2)
+        )
+        found = [engine.train_step(data_of("skip", step, 4)).loss for step in range(STEPS)]
+        losses.append([-1.0 if loss is None else float(loss) for loss in found])
+    return losses
+
+
+@pytest.mark.parametrize("ranks, settings", CONTINUED)
+def test_residuals_outside_of_blocks_are_those_inside(pool: Pool, ranks: int, settings: dict[str, Any]) -> None:
+    """Under schedules that never flush, with replicas at every stage of ZeRO, and with recomputation."""
+    for inside, outside in pool.run(both_ways, ranks, settings):
+        assert inside == pytest.approx(outside, rel=1e-5)
+
+
+def saved(mesh: zs.Mesh, folder: str) -> dict[str, Any]:
+    torch.manual_seed(1)
+    plan = zs.Plan.from_dict({"pipeline_parallel": 3, "pipeline_parallel.balance": "parameters", "microbatches": 2})
+    model = without_dropout(EncoderDecoder())
+    engine = zs.Engine(model, OPTIMIZERS["adamw"], plan, mesh=mesh, example=data_of("encoder-decoder", 9, 2))
+    engine.train_step(data_of("encoder-decoder", 0, 4))
+    engine.save(folder)
+    engine.train_step(data_of("encoder-decoder", 1, 4))
+    return engine.state_dict()
+
+
+def test_a_checkpoint_of_stages_goes_on_in_one_process(pool: Pool, tmp_path: Path) -> None:
+    weights = pool.run(saved, 3, str(tmp_path / "three"))[0]
+    engine = zs.Engine(without_dropout(EncoderDecoder()), OPTIMIZERS["adamw"], zs.Plan(microbatches=2))
+    engine.load(tmp_path / "three")
+    engine.train_step(data_of("encoder-decoder", 1, 4))
+    torch.testing.assert_close(engine.state_dict(), weights, rtol=1e-5, atol=1e-5)

@@ -9,6 +9,7 @@ from pool import Pool
 from selection import by_default
 
 import zeroshard as zs
+from zeroshard.planner.predict.cuts import boundaries_of
 from zeroshard.planner.predict.rehearse import rehearse
 
 NETWORK = {"transport": "network"}
@@ -101,6 +102,16 @@ def test_values_that_are_carried_beside_an_activation(pool: Pool, schedule: str,
         wire = {p: w for p, w in real[rank]["wire"].items() if any(w) and p != "agreement"}
         assert {p: w for p, w in found.wire.items() if any(w) and p != "agreement"} == wire
         assert found.peak_bytes == pytest.approx(real[rank]["peak"], rel=0.01)
+
+
+def test_sentences_about_what_crosses_each_boundary() -> None:
+    plan = zs.Plan(pipeline_parallel=zs.Pipeline(3, split=("encoder.1", "decoder.1")))
+    assert boundaries_of(task(build=pair), plan) == [
+        "Before encoder.1: one activation with gradients (encoder.0).",
+        "Before decoder.1: 2 tensors with gradients, packed (encoder.1, decoder.0).",
+    ]
+    plan = zs.Plan(pipeline_parallel=zs.Pipeline(2, split=("blocks.2",)))
+    assert boundaries_of(task(), plan) == ["Before blocks.2: one activation with gradients."]
 
 
 def test_a_rehearsal_touches_no_memory_and_draws_no_random_numbers() -> None:

@@ -42,7 +42,7 @@ from zeroshard.pipeline.cut.layers import (
     runs_in,
 )
 from zeroshard.pipeline.cut.origins import ReturnedValue
-from zeroshard.pipeline.cut.placeholders import Placeholders, stand_in, unsent
+from zeroshard.pipeline.cut.placeholders import Placeholders, stand_in, unsent, without_values
 from zeroshard.pipeline.cut.probe import BufferUses, Probe, RunsTwice, all_trainable, unchanged, without_weights
 
 PREFIX, SUFFIX = "prefix", "suffix"
@@ -207,7 +207,7 @@ class Chain:
 
     def run_standing_in(self, first: int, last: int, forward: Callable[[], Any], bypass: Bypass | None = None) -> Any:
         """As `run`, for the shapes of the outputs only: buffers and random numbers stay unchanged."""
-        with torch.no_grad(), unchanged(self.model):
+        with torch.no_grad(), unchanged(self.model), without_values():
             return self.run(first, last, forward, bypass=bypass)
 
     def number(self, name: str) -> int:

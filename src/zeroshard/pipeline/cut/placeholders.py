@@ -13,7 +13,7 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from zeroshard.errors import ModelError
+from zeroshard.errors import ModelError, ZeroshardError
 from zeroshard.pipeline.cut.gates import Gate
 from zeroshard.units.forwards import instead
 
@@ -126,6 +126,26 @@ class Placeholders:
             self._inside = None
             for each, name, found in hooks:
                 vars(each)[name] = found
+
+
+@contextmanager
+def without_values() -> Iterator[None]:
+    """Name the cause of an error in the model's own code, which has placeholders inside.
+
+    Raises:
+        ModelError: the code around the blocks needs values.
+    """
+    try:
+        yield
+    except ZeroshardError:
+        raise
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise ModelError(
+            f"The code around the blocks fails where it has the shapes of what the blocks return, and no values "
+            f"({said}), as on a stage without them. Move what it does with values into a module that it calls, or use "
+            f"pipeline_parallel=1."
+        ) from error
 
 
 class _AnyDtype(TorchDispatchMode):

@@ -1,12 +1,12 @@
 """Where to cut a model into stages: PipeDream's dynamic program over layer costs that are traced, not measured."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from zeroshard.doctor.hardware import Machines
@@ -16,6 +16,7 @@ from zeroshard.pipeline.partition.cluster import Cluster
 from zeroshard.pipeline.partition.measure import measure
 from zeroshard.pipeline.partition.pipedream import partition
 from zeroshard.pipeline.partition.profile import LayerCost
+from zeroshard.plan import Plan
 from zeroshard.planner.predict.memory_tracker import Tracker
 from zeroshard.planner.predict.rehearse import Rates, TrainingTask
 from zeroshard.planner.predict.shallow import FEW, quiet, shallow_copies
@@ -64,16 +65,8 @@ def layers_of(task: TrainingTask, machines: Machines, rows: int) -> Layers:
     build = task.build if deep is None else shallow_copies(task.build, {deep.path: FEW})
     with fakes() as mode, quiet(), Tracker(rates.hear, answers=True, results=Results(mode)):
         model = build()
-        batch = task.batch(rows)
-        on_meta = any(parameter.is_meta for parameter in model.parameters())
-        loss_of = task.loss or (lambda output, batch: loss_in(output))
-
-        def run(inputs: Any) -> Tensor:
-            found: Tensor = loss_of(call_with(model, inputs), inputs)
-            return found
-
-        chain = Chain(model, lambda: run(tree_map(_to_meta, batch) if on_meta else batch))
-        costs = measure(model, chain, lambda: run(batch), torch.device("cpu"), repeats=1, now=lambda: clock.now)
+        chain, forward = _chain(model, task, rows)
+        costs = measure(model, chain, forward, torch.device("cpu"), repeats=1, now=lambda: clock.now)
     first, *blocks, last = costs
     blocks[0] = _joined(first, blocks[0])
     blocks[-1] = _joined(blocks[-1], last)
@@ -82,6 +75,39 @@ def layers_of(task: TrainingTask, machines: Machines, rows: int) -> Layers:
         blocks = [blocks[0], *[blocks[FEW // 2]] * (deep.depth - 2), blocks[-1]]
         names = [f"{deep.path}.{number}" for number in range(deep.depth)]
     return Layers(tuple(names), tuple(blocks), _bandwidth(machines, blocks))
+
+
+def _chain(model: nn.Module, task: TrainingTask, rows: int) -> tuple[Chain, Callable[[], Tensor]]:
+    """The chain of a task's model, and its forward on a microbatch, down to the loss."""
+    batch = task.batch(rows)
+    on_meta = any(parameter.is_meta for parameter in model.parameters())
+    loss_of = task.loss or (lambda output, batch: loss_in(output))
+
+    def run(inputs: Any) -> Tensor:
+        found: Tensor = loss_of(call_with(model, inputs), inputs)
+        return found
+
+    return Chain(model, lambda: run(tree_map(_to_meta, batch) if on_meta else batch)), lambda: run(batch)
+
+
+def boundaries_of(task: TrainingTask, plan: Plan) -> list[str]:
+    """Sentences about what crosses each boundary between the stages of a plan whose split is set.
+
+    Raises:
+        ModelError: the model cannot be cut.
+    """
+    with fakes(), quiet():
+        chain, _ = _chain(task.build(), task, 1)
+    return [f"Before {name}: {_crossing(chain, chain.number(name))}." for name in plan.pipeline.split]
+
+
+def _crossing(chain: Chain, layer: int) -> str:
+    learned = sorted(chain.carried.at(layer), key=lambda key: chain.carried.reach[key])
+    named = [key.path + (f" [{key.leaf}]" if key.leaf > 0 else "") for key in learned]
+    count = f"{len(named)} tensors with gradients, packed" if len(named) > 1 else "one activation with gradients"
+    some = f"{count} ({', '.join(named)})" if named else count
+    beside = list(dict.fromkeys(group[0].path for group in chain.beside(layer)))
+    return some + (f"; values without a gradient of {', '.join(beside)}" if beside else "")
 
 
 def _bandwidth(machines: Machines, blocks: Sequence[LayerCost]) -> float:
