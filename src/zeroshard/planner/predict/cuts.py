@@ -91,7 +91,7 @@ def _chain(model: nn.Module, task: TrainingTask, rows: int) -> tuple[Chain, Call
 
 
 def boundaries_of(task: TrainingTask, plan: Plan) -> list[str]:
-    """Sentences about what crosses each boundary between the stages of a plan whose split is set.
+    """Sentences about the values that cross each boundary between the stages of a plan with a split.
 
     Raises:
         ModelError: the model cannot be cut.
