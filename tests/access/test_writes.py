@@ -442,6 +442,7 @@ def new_head(engine: Any, model: nn.Module, x: Any) -> None:
 def other_shape(engine: Any, model: nn.Module, x: Any) -> None:
     with engine.gathered():
         model.head.weight.data = torch.ones(2, WIDTH)
+    step(engine, x(0))
 
 
 def to_double(engine: Any, model: nn.Module, x: Any) -> None:
@@ -497,7 +498,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Scenario, tuple[str, ...]]] = 
     "add_param_group": (Net, add_group, ("OptimizerError", "requires_grad_(False)")),
     "p.grad = values": (Net, set_gradient, ("PlanError", "head.weight", "by hand", "register_hook")),
     "a new layer": (Net, new_head, ("PlanError", "head.weight", "after the engine was made")),
-    "another shape": (Net, other_shape, ("PlanError", "head.weight", "(2, 130)")),
+    "another shape": (Net, other_shape, ("PlanError", "head.weight", "engine.rebuild()")),
     "another dtype": (Net, to_double, ("PlanError", "float64", "Plan(precision=...)")),
     "a step inside": (Net, step_inside, ("PlanError", "inside `with engine.gathered():`", "after the block")),
     "clipping the optimizer's parameters": (Net, clip_spans, ("PlanError", "engine.clip_grad_norm(max_norm")),

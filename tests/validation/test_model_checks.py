@@ -28,12 +28,10 @@ def step(engine: zs.Engine, x: Tensor | None = None) -> float:
     return engine.step().grad_norm
 
 
-def test_a_second_engine_of_the_same_model_is_refused() -> None:
+def test_an_engine_around_a_part_with_an_engine_is_refused() -> None:
     model = net()
     first = zs.Engine(model, sgd)
-    with pytest.raises(ModelError, match=r"The model already belongs to an engine.*copy\.deepcopy\(model\)"):
-        zs.Engine(model, sgd)
-    with pytest.raises(ModelError, match="The module '1' of the model already belongs to an engine"):
+    with pytest.raises(ModelError, match=r"The module '1' .* already belongs to an engine.*copy\.deepcopy\(model\)"):
         zs.Engine(nn.Sequential(nn.Linear(4, 4), model[0]), sgd)
     before = step(first)
     with first.gathered():

@@ -38,13 +38,14 @@ class Unfreezing:
         refused: the reason why the plan or the optimizer cannot unfreeze; None if it can.
 
     Attributes:
+        members: as given.
         count: how often parameters were unfrozen.
     """
 
     def __init__(
         self, parts: Parts, world: Comm, members: Members, replacement: Replacement, refused: str | None
     ) -> None:
-        self._parts, self._world, self._members = parts, world, members
+        self._parts, self._world, self.members = parts, world, members
         self._replacement, self._refused = replacement, refused
         self.count = 0
 
@@ -91,7 +92,7 @@ class Unfreezing:
     @property
     def _groups(self) -> dict[str, int]:
         """The optimizer group of each parameter in one, by name."""
-        return {each.name: number for number, group in enumerate(self._members) for each in group}
+        return {each.name: number for number, group in enumerate(self.members) for each in group}
 
     def _anew(self, part: Part, groups: Mapping[str, int]) -> list[Part]:
         """Parts in place of a frozen one: of the parameters that are trained now, and of the others."""

@@ -52,6 +52,7 @@ class Writes:
 
     Attributes:
         allowed: whether the user may write into any parameter now (inside `gathered()`).
+        grows: whether new parameters in the model are no mistake, since the engine is made anew.
     """
 
     def __init__(self, model: nn.Module, parts: Parts, passes: Passes) -> None:
@@ -63,7 +64,7 @@ class Writes:
         self._modules: list[nn.Module] = []
         self._tables: list[dict[str, Any]] = []
         self._contents: list[int] = []
-        self.allowed = False
+        self.allowed = self.grows = False
         self._kinds = kinds_for(self)
 
     def watch(self, frozen: Collection[str] = ()) -> None:
@@ -129,10 +130,14 @@ class Writes:
         part, number, _ = self._places[id(parameter)]
         _arrive(part)  # else the gather would replace `values` later
         name, current = self._name(part, number), values_of(parameter)
+        if values.shape != current.shape and self.allowed:
+            self._let_go(part, number, parameter, values)
+            return
         if values.shape != current.shape:
             raise PlanError(
                 f"'{name}' of shape {tuple(current.shape)} was given values of shape {tuple(values.shape)}. Its place "
-                f"in the flat buffer has the shape that the model had when the engine was made; change the model first."
+                f"in the flat buffer has the shape that the model had when the engine was made. Change it inside `with "
+                f"engine.gathered():`, and call engine.rebuild() after it."
             )
         alike = (values.dtype, values.device) == (current.dtype, current.device)
         if alike and values.is_set_to(current):
@@ -148,6 +153,15 @@ class Writes:
             raise PlanError(f"'{name}' was given other values while {reason}. {GATHERED}")
         set_values(parameter, values)
         part.flat.replaced.add(number)
+
+    def _let_go(self, part: Part, number: int, parameter: nn.Parameter, values: Tensor) -> None:
+        """Make a parameter of another shape an ordinary one; a stand-in takes its place in the flat until a rebuild."""
+        parameter.__class__ = nn.Parameter
+        stand_in = part.flat.parameters[number] = nn.Parameter(values_of(parameter), parameter.requires_grad)
+        self._places[id(stand_in)] = self._places.pop(id(parameter))
+        set_values(parameter, values)
+        part.flat.replaced.discard(number)
+        self._contents = []
 
     def reconcile(self, thoroughly: bool = False) -> None:
         """Copy writes since the last call into the flat buffers, or refuse them.
@@ -167,7 +181,8 @@ class Writes:
                 if part.flat.kinds is not None and (thoroughly or part.flat.replaced) and not self._absent(part):
                     self._take_over(part)
             self._refuse_lost()
-        if thoroughly and self._structure() != self._contents:
+        looks = (thoroughly or not self._contents) and not self.grows
+        if looks and self._structure() != self._contents:
             self._refuse_new_parameters()
             self._learn_structure()
 
@@ -238,8 +253,9 @@ class Writes:
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad and id(parameter) not in self._places and not is_ignored(parameter):
                 raise PlanError(
-                    f"'{name}' came into the model after the engine was made, so it is never trained. Change the model "
-                    f"first and make the engine then; engine.load_weights and engine.save carry the weights over."
+                    f"'{name}' came into the model after the engine was made, so it is never trained. Call "
+                    f"engine.rebuild(), which keeps the states of the others; or change the model first and make the "
+                    f"engine then."
                 )
 
     def _learn_structure(self) -> None:

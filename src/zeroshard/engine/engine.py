@@ -21,6 +21,7 @@ from zeroshard.access.forward_methods import MethodAccess
 from zeroshard.access.given import LoadedKeys
 from zeroshard.access.gradient_shares import GradientShare, shares_of
 from zeroshard.access.join import JoinAccess, Joins
+from zeroshard.access.rebuilding import RebuildAccess, retire_engine
 from zeroshard.access.step_gradients import GradientAccess, StepGradients, WholeGradients
 from zeroshard.access.unfreezing import Unfreezing
 from zeroshard.access.whole_weights import Bucket, WholeWeights
@@ -74,7 +75,7 @@ from zeroshard.traffic import BETWEEN_TIERS, Count, Purpose, merged
 from zeroshard.units.compiling import compile_blocks
 from zeroshard.units.forwards import layers_of
 from zeroshard.units.hooks import Hook
-from zeroshard.units.ignored import OptimizerLike, made_for, mark_ignored, place_ignored
+from zeroshard.units.ignored import OptimizerLike, made_for, place_ignored
 from zeroshard.units.materialise import Initialiser
 from zeroshard.validation.arguments import (
     check_arguments,
@@ -93,7 +94,7 @@ LossFunction = Callable[[Any, Any], Any]
 INTERNAL = ("comm", "comms", "ledger", "world")  # public within the package alone
 
 
-class Engine(GradientAccess, JoinAccess, MethodAccess):
+class Engine(GradientAccess, JoinAccess, MethodAccess, RebuildAccess):
     """Trains `model` as `plan` says.
 
     Args:
@@ -138,15 +139,15 @@ class Engine(GradientAccess, JoinAccess, MethodAccess):
     ) -> None:
         check_arguments(model, optimizer, plan)
         check_options(mesh, loss=loss, initialise=initialise)
+        retire_engine(model, optimizer, self)
         quantized = take_apart(model, optimizer if isinstance(optimizer, torch.optim.Optimizer) else None)
         check_model(model)
         self.model, self.plan = model, plan or Plan()
-        mark_ignored(model, self.plan.ignored)
         check_computing(quantized, model, Precision.named(self.plan.precision).compute)
         self.mesh = mesh or shared_mesh(self.plan.timeout)
         self.ledger = self._limited_ledger()
         self._loss = loss or partial(loss_of, model)
-        optimizer = made_for(model, optimizer)
+        optimizer = made_for(model, optimizer, self.plan.ignored)
         check_alike(Comm(self.mesh), model, optimizer, self.plan)
         frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
         set_loss_chunk(model, self.plan.loss_chunk)

@@ -95,6 +95,13 @@ def remove(module: nn.Module, layer: ForwardLayer) -> None:
     _compose(module, layers)
 
 
+def remove_all(module: nn.Module) -> None:
+    """Remove all layers: the module's forward is its class's, or the user's, as before the first."""
+    while (layers := _current(module)) is not None:
+        layers.all.clear()
+        _compose(module, layers)
+
+
 def layers_of(module: nn.Module) -> tuple[str, ...]:
     """The names of a module's layers, outermost first, with "own" or "user" for the forwards without one."""
     layers, now = _known(module), vars(module).get("forward")

@@ -69,14 +69,19 @@ def trained_by(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if not is_ignored(parameter)]
 
 
-def made_for(model: nn.Module, optimizer: OptimizerLike) -> torch.optim.Optimizer:
+def made_for(model: nn.Module, optimizer: OptimizerLike, ignored: Sequence[str]) -> torch.optim.Optimizer:
     """The optimizer itself, or the one that a function makes, over the parameters that are not ignored.
 
     Ignored ones are taken out of its groups, with a warning where they require gradients.
 
+    Args:
+        ignored: as of `mark_ignored`.
+
     Raises:
-        ModelError: there are no parameters. OptimizerError: the function returned something else.
+        PlanError: as `mark_ignored`. ModelError: there are no parameters. OptimizerError: the function returned
+            something else.
     """
+    mark_ignored(model, ignored)
     if not isinstance(optimizer, torch.optim.Optimizer):
         trained = trained_by(model)  # of all stages; a list may be walked more than once
         if not trained:

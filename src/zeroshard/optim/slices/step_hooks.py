@@ -33,10 +33,14 @@ def watch_hooks(optimizer: torch.optim.Optimizer, whole: bool) -> None:
 
 
 class WatchedHook:
-    """A hook of the user's, which gets copies in its first calls."""
+    """A hook of the user's, which gets copies in its first calls.
+
+    Attributes:
+        hook: as given.
+    """
 
     def __init__(self, hook: Hook, whole: bool) -> None:
-        self._hook, self._whole, self._left = hook, whole, CALLS
+        self.hook, self._whole, self._left = hook, whole, CALLS
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         """Call the hook.
@@ -45,7 +49,7 @@ class WatchedHook:
             OptimizerError: it mixes data of several slices, reads values, or runs after they were used.
         """
         if not self._left:
-            return self._hook(optimizer, args, kwargs)
+            return self.hook(optimizer, args, kwargs)
         self._left -= 1
         groups, flow = optimizer.param_groups, DataFlow()
         members = [group["params"] for group in groups]
@@ -63,7 +67,7 @@ class WatchedHook:
                 group["params"] = [copies[parameter] for parameter in of_group] if given else [late]
             states.update({copy: states[parameter] for parameter, copy in copies.items() if parameter in states})
             with flow:
-                result = self._hook(optimizer, args, kwargs)
+                result = self.hook(optimizer, args, kwargs)
         finally:
             for group, of_group in zip(groups, members, strict=True):
                 group["params"] = of_group

@@ -7,6 +7,7 @@ the new weights; a trial over small tensors shows the effect of a method.
 """
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial, wraps
@@ -17,12 +18,14 @@ import torch
 
 from zeroshard.comm.collectives import Comm
 from zeroshard.errors import OptimizerError
-from zeroshard.optim.slices.spans import SpanOptimizer, put_back
+from zeroshard.optim.slices.spans import HeldTensors, SpanOptimizer, put_back
+from zeroshard.optim.slices.step_hooks import WatchedHook
 from zeroshard.optim.states.by_parameter import ByParameter, given_parameter, shown_parameters
 from zeroshard.optim.states.other_forms import Members
 from zeroshard.optim.trial.dependence import Effect, MethodCall, effect_of
 from zeroshard.parts.part import Parts
 
+BOUND = "of_engine"  # an attribute of methods that an engine has put on an optimizer
 TORCHS = frozenset(vars(torch.optim.Optimizer))
 
 
@@ -230,4 +233,18 @@ def _bound(owner: BetweenSteps, user: torch.optim.Optimizer, name: str, call: Ca
             return None if idle else getattr(type(user), name)(user, *args, **kwargs)
         return call(owner, *args, **kwargs)
 
+    vars(bound)[BOUND] = True
     return bound
+
+
+def release(optimizer: torch.optim.Optimizer) -> None:
+    """Make an engine's optimizer an ordinary one again, over the parameters that its groups show, without states."""
+    for name in [name for name, value in vars(optimizer).items() if BOUND in getattr(value, "__dict__", ())]:
+        delattr(optimizer, name)
+    for hooks in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks):
+        for key, hook in list(hooks.items()):
+            if isinstance(hook, WatchedHook):
+                hooks[key] = hook.hook
+            elif isinstance(getattr(hook, "__self__", None), HeldTensors):
+                del hooks[key]
+    optimizer.state = defaultdict(dict)

@@ -155,8 +155,8 @@ class _Search:
         Raises:
             PlanError: the ranks that are asked for do not divide them.
         """
-        found, asked = tensor.divisions(self._site), self.base.tensor.ranks
-        found = [divided for divided in found if takes(self.base, divided.settings)]
+        asked, every = self.base.tensor.ranks, tensor.divisions(self._site)
+        found = [divided for divided in every if takes(self.base, divided.settings)]
         chosen = [divided for divided in found if divided.together == asked or asked == 1]
         if not chosen:
             raise PlanError(
