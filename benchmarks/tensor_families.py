@@ -2,11 +2,11 @@
 
     python benchmarks/tensor_families.py [--families NAME ...] [--no-sequence] [--json [FILE]]
 
-Each tiny model is trained for three steps by SGD on two ranks with `tensor_parallel=2`, and whole in one process.
-A model that is refused under sequence parallelism is trained without it.
-Losses, the gradients of the first step and the weights after the last one must be equal up to 1e-5 of the largest. The
-table has the share of parameters in layers that stay whole, norms and biases apart, with the reasons. The exit status
-is 1 if anything differed or failed without a reason.
+Each tiny model is trained for three steps by SGD on two ranks with `tensor_parallel=2`, and whole in one process; one
+that is refused under sequence parallelism, without it. Losses, the gradients of the first step and the weights after
+the last one must be equal up to 1e-5 of the largest. The table has the share of parameters in layers that stay whole,
+norms and biases apart, with the reasons; "split" are models of which only routers and embeddings of positions or of
+types stay whole. The exit status is 1 if anything differed or failed without a reason.
 
 With `--json` figures and table are kept as FILE and beside it with the ending .md, by default
 benchmarks/results/tensor-families-DATE.json.
@@ -160,7 +160,10 @@ def markdown(kept: Mapping[str, Any]) -> str:
     for name, row in kept["families"].items():
         figures = (f"{row[each]:.0e}" if each in row else "–" for each in ("losses", "gradients", "weights"))
         whole = f"{100 * row['whole']:.0f} %" if "whole" in row else "–"
-        why = [f"{', '.join(paths)}: {reason}" for reason, paths in row.get("reasons", {}).items()]
+        why = [
+            f"{paths[0]}{f' and {len(paths) - 1} more' if len(paths) > 1 else ''}: {reason}"
+            for reason, paths in row.get("reasons", {}).items()
+        ]
         text = "; ".join([*why, *([row["why"]] if "why" in row else [])]).replace("|", "/").replace("\n", " ")
         lines.append(f"| {name} | {row['verdict']} | {whole} | {' | '.join(figures)} | {text} |")
     lines += ["", "Left out:", ""]
