@@ -2,14 +2,18 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+
+import zeroshard as zs
 
 ROOT = Path(__file__).parents[1]
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-cache-dir"]
@@ -70,3 +74,15 @@ def test_an_installation_runs_from_its_own_files(wheel: Path, tmp_path: Path) ->
     found = json.loads(run([sys.executable, "-c", FROM_THE_WHEEL], tmp_path, PYTHONPATH=str(place)))
     assert len(found["sources"]) == 4 and all(Path(path).is_relative_to(place) for path in found["sources"])
     assert found["back"] == [True, False, True]
+    version = run([sys.executable, "-m", "zeroshard", "--version"], tmp_path, PYTHONPATH=str(place))
+    assert zs.__version__ in version
+
+
+def test_readme_and_docs_begin_with_one_line_to_install() -> None:
+    pages = [(ROOT / name).read_text() for name in ("README.md", "docs/index.md", "docs/quickstart.md")]
+    lines = {re.search(r"^ *(pip install .*?) *#", page, re.MULTILINE)[1] for page in pages}  # type: ignore[index]
+    assert len(lines) == 1, "a release changes the same line everywhere"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for page in pages[:2]:
+        assert project["requires-python"] == ">=3.11" and "Python 3.11 or newer" in page
+        assert "torch>=2.13" in project["dependencies"] and "PyTorch 2.13 or newer" in page
