@@ -12,7 +12,7 @@ from pool import Pool
 from torch import nn
 
 import zeroshard as zs
-from zeroshard.errors import CheckpointWarning, PlanError
+from zeroshard.errors import BudgetExceeded, CheckpointWarning, PlanError
 
 STEPS, WIDTH = 6, 16
 OPTIMIZER = partial(torch.optim.AdamW, lr=0.01)
@@ -264,7 +264,15 @@ def refused(mesh: zs.Mesh) -> dict[str, str]:
     found = {}
     last = {"loss": lambda y, x: y.square().mean(), "mesh": mesh}
     rows = torch.ones(2, WIDTH)
-    for name in ("in no group", "whole tensors", "several versions"):
+    situations = (
+        "in no group",
+        "whole tensors",
+        "several versions",
+        "late gathers",
+        "between backwards",
+        "other names",
+    )
+    for name in situations:
         net = model()
         optimizer: Any = OPTIMIZER
         plan = zs.Plan(zero=2)
@@ -274,10 +282,17 @@ def refused(mesh: zs.Mesh) -> dict[str, str]:
             optimizer = partial(torch.optim.Adafactor, lr=0.01)
         elif name == "several versions":
             plan = zs.Plan(zero=0, pipeline_parallel=zs.Pipeline(stages=2, schedule="2bw"), microbatches=2)
+        elif name == "late gathers":
+            plan = zs.Plan(zero=2, overlap_gather=True, transport="network")
         example = rows if name == "several versions" else None
         engine = zs.Engine(net, optimizer, plan, example=example, **last)
-        unfreeze(net, ("2.0.weight",))
-        found[name] = error_of(lambda engine=engine: engine.train_step(rows))
+        if name == "between backwards":
+            engine.backward(engine(rows).square().mean())
+        unfreeze(net, ("2.3.bias" if name == "other names" and mesh.rank == 1 else "2.0.weight",))
+        if name == "between backwards":
+            found[name] = error_of(lambda engine=engine: engine(rows))
+        else:
+            found[name] = error_of(lambda engine=engine: engine.train_step(rows))
     return found
 
 
@@ -285,6 +300,9 @@ REFUSALS = {
     "in no group": ("'2.0.weight'", "in no optimizer group", "add_param_group"),
     "whole tensors": ("'2.0.weight'", "Adafactor needs whole tensors", "freeze it afterwards"),
     "several versions": ("'2.0.weight'", "'2bw' keeps several versions", "freeze it afterwards"),
+    "late gathers": ("'2.0.weight'", "overlap_gather=True gathers updated weights", "freeze it afterwards"),
+    "between backwards": ("'2.0.weight'", "between two backwards of one step", "Unfreeze between steps"),
+    "other names": ("'2.0.weight'", "on some ranks alone", "Unfreeze the same parameters on every rank"),
 }
 
 
@@ -292,6 +310,28 @@ def test_what_is_refused(pool: Pool) -> None:
     for found in pool.run(refused, 2):
         for name, words in REFUSALS.items():
             assert all(word in found[name] for word in words), (name, found[name])
+
+
+def test_too_little_memory_changes_nothing() -> None:
+    def trained(budget: int | None, unfreezes: bool) -> tuple[list[float], int]:
+        net = model()
+        engine = zs.Engine(net, OPTIMIZER, zs.Plan(zero=2, device_memory=budget), mesh=zs.Mesh())
+        losses = []
+        for number, (rows,) in enumerate(batches(1)):
+            if unfreezes and number == 3:
+                unfreeze(net, ("0.2.weight", "2.0.weight"))
+                with pytest.raises(BudgetExceeded, match=r"Nothing was changed: freeze '0.2.weight', '2.0"):
+                    engine(rows)
+                net[0].requires_grad_(False)
+                net[2].requires_grad_(False)
+            y = engine(rows).square().mean()
+            engine.backward(y)
+            engine.step()
+            losses.append(y.item())
+        return losses, sum(row.peak_bytes for row in engine.memory().rows)
+
+    losses, peak = trained(None, False)
+    assert trained(peak + 8000, True)[0] == losses  # 1,024 parameters take 12 bytes each
 
 
 def two_adapters() -> Any:

@@ -16,7 +16,7 @@ import torch
 
 from zeroshard.access.frozen_base import FrozenBase
 from zeroshard.comm.collectives import Comm
-from zeroshard.errors import CheckpointWarning, PlanError
+from zeroshard.errors import BudgetExceeded, CheckpointWarning, PlanError
 from zeroshard.optim.states.other_forms import Members
 from zeroshard.parts.part import Part, Parts
 from zeroshard.parts.weights import Weights
@@ -24,6 +24,7 @@ from zeroshard.text import format_names
 from zeroshard.units import Flat
 
 Replacement = Callable[[Flat, Part, Mapping[str, int], torch.Tensor], Part]
+CheckRoom = Callable[[Sequence[tuple[Part, int]]], None]
 
 
 class Unfreezing:
@@ -36,6 +37,7 @@ class Unfreezing:
         replacement: makes a part of some parameters of a frozen one, from their flat, that part, the groups of those
             that are trained, and values.
         refused: the reason why the plan or the optimizer cannot unfreeze; None if it can.
+        check_room: raises `BudgetExceeded` if the gradients and states of so many elements of each part have no room.
 
     Attributes:
         members: as given.
@@ -43,10 +45,16 @@ class Unfreezing:
     """
 
     def __init__(
-        self, parts: Parts, world: Comm, members: Members, replacement: Replacement, refused: str | None
+        self,
+        parts: Parts,
+        world: Comm,
+        members: Members,
+        replacement: Replacement,
+        refused: str | None,
+        check_room: CheckRoom,
     ) -> None:
         self._parts, self._world, self.members = parts, world, members
-        self._replacement, self._refused = replacement, refused
+        self._replacement, self._refused, self._check_room = replacement, refused, check_room
         self.count = 0
 
     def agree(self, names: list[str], busy: bool) -> None:
@@ -57,7 +65,8 @@ class Unfreezing:
             busy: whether gradients of the step under way have come.
 
         Raises:
-            PlanError: on all ranks: they differ in it, a step is under way, or it is refused.
+            PlanError: on all ranks: they differ in it, a step is under way, or it is refused. BudgetExceeded: on all
+                ranks, if one of them has no room for gradients and states; nothing was changed.
         """
         answers = self._world.agree_on([names, busy], "unfrozen parameters")
         others = next((theirs for theirs, _ in answers if theirs != names), None)
@@ -67,6 +76,17 @@ class Unfreezing:
                 f"alone. Unfreeze the same parameters on every rank, before the same step."
             )
         self._check(names, any(under_way for _, under_way in answers))
+        problem = ""
+        try:
+            self._check_room([(part, _numel(part, names)) for part in self._parts.all])
+        except BudgetExceeded as error:
+            problem = error.found
+        found = next(filter(None, self._world.agree_on(problem, "room for unfrozen parameters")), "")
+        if found:
+            raise BudgetExceeded(
+                found,
+                f"Nothing was changed: freeze {format_names(names)} again, or make an engine with a larger budget.",
+            )
 
     def carry_out(self, names: Sequence[str], base: FrozenBase, gathered: Sequence[list[Weights]]) -> list[Part]:
         """Make gradients and states of these parameters; returns the new parts; a collective call.
@@ -142,6 +162,11 @@ class Unfreezing:
                 f"engine while it requires gradients, and freeze it afterwards until it is to be trained; or "
                 f"engine.save(), make a new engine, and load."
             )
+
+
+def _numel(part: Part, names: Sequence[str]) -> int:
+    """Elements of these parameters in a part."""
+    return sum(entry.numel for entry in part.flat.index.entries if entry.name in names)
 
 
 def _names(part: Part) -> list[str]:

@@ -39,6 +39,7 @@ from zeroshard.errors import PlanError
 from zeroshard.losses.causal_models import set_loss_chunk
 from zeroshard.memory.ledger import Ledger
 from zeroshard.optim import BetweenSteps, members_of
+from zeroshard.optim.states.other_forms import Members
 from zeroshard.parts.axes import Axes
 from zeroshard.parts.part import SpeculationCounts
 from zeroshard.parts.planned import Work
@@ -85,7 +86,7 @@ from zeroshard.validation.arguments import (
     refuses_unfreezing,
     unjoined,
 )
-from zeroshard.validation.memory import raises_budget_exceeded
+from zeroshard.validation.memory import raises_budget_exceeded, room_to_train
 from zeroshard.validation.model_checks import FIRST_STEPS, check_computing, check_model, guard, warn_of_unused
 from zeroshard.validation.ranks import check_alike, check_replicas, tied_names
 from zeroshard.version import __version__
@@ -178,13 +179,19 @@ class Engine(GradientAccess, JoinAccess, MethodAccess, RebuildAccess):
         model.register_state_dict_pre_hook(Hook(self._refuse_partial))
         self._forward.writes.watch(frozen)
         self._between_steps = BetweenSteps(self._assembly, self.world, members, self._discard, self.flush)
-        refused = refuses_unfreezing(self.plan, self._assembly.optimizer, self.mesh.ranks)
-        self._unfreezing = Unfreezing(self._assembly.parts, self.world, members, self._builder.replacement, refused)
+        self._unfreezing = self._unfreezing_of(members)
         self._forward.unfreeze = self._unfreeze
         guard(model, self._forward, self.plan.pipelined)
         set_magnitudes(model, self._editing, self._assembly.magnitudes)
         self._sent: list[Mapping[Purpose, Count]] = []  # in the last step
         self._reset_counts()
+
+    def _unfreezing_of(self, members: Members) -> Unfreezing:
+        """The training of parameters later that are frozen now."""
+        optimizer, replacement = self._assembly.optimizer, self._builder.replacement
+        refused = refuses_unfreezing(self.plan, optimizer, self.mesh.ranks)
+        room = room_to_train(self.ledger, self.plan, optimizer.layout)
+        return Unfreezing(self._assembly.parts, self.world, members, replacement, refused, room)
 
     def _limited_ledger(self) -> Ledger:
         """The ledger of this rank's memory, under the plan's budget."""

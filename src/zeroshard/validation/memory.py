@@ -7,8 +7,9 @@ enforces by killing, such as that of a cgroup, raises no error: `check_machine` 
 import errno
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import Concatenate, ParamSpec, TypeVar
 
 from torch import nn
@@ -18,9 +19,10 @@ from zeroshard.comm.mesh import Mesh, local_ranks
 from zeroshard.comm.over_budget import announce_over_budget
 from zeroshard.errors import BudgetExceeded, BudgetExceededElsewhere, ZeroshardError
 from zeroshard.memory import find_rooms
-from zeroshard.memory.ledger import WAYS_OUT, Ledger
+from zeroshard.memory.ledger import WAYS_OUT, Category, Ledger
 from zeroshard.offload.tiers import HostTiers
 from zeroshard.optim import StateLayout
+from zeroshard.parts.part import Part
 from zeroshard.pipeline.stage import Stage
 from zeroshard.pipeline.whole import WholeModel
 from zeroshard.plan import Plan
@@ -29,7 +31,7 @@ from zeroshard.precision.cast import Precision
 from zeroshard.units import Unit
 from zeroshard.validation.fitting import Fitting
 from zeroshard.zero import Residency
-from zeroshard.zero.byte_formulas import BytesPerParameter
+from zeroshard.zero.byte_formulas import BytesPerParameter, state_bytes
 
 REFUSED = re.compile(r"can('|no)t allocate memory|bad_alloc|can't start new thread|not enough memory", re.I)
 REQUESTED = re.compile(r"tried to allocate (\d+) bytes")
@@ -105,6 +107,25 @@ def exceeded(error: BaseException, method: str, ledger: Ledger | None) -> Budget
         f"Memory ran out in {call}, which needed {needed}; {found}. The engine holds {', '.join(held) or 'nothing'}.",
         f"{RAISE}, {WAYS_OUT['device']}.",
     )
+
+
+def room_to_train(ledger: Ledger, plan: Plan, layout: StateLayout) -> Callable[[Sequence[tuple[Part, int]]], None]:
+    """A check of the room for gradients, master weights and states of frozen parameters that are to be trained.
+
+    It takes parts with so many elements each, and raises `BudgetExceeded`.
+    """
+    kept = int("optimizer" not in plan.offloading.kinds)  # on the device
+
+    def check(parts: Sequence[tuple[Part, int]]) -> None:
+        needed = 0
+        for part, numel in parts:
+            width, ranks = part.flat.dtype.itemsize, part.place.slices.comm.mesh.ranks
+            each = BytesPerParameter(0, width, 4 * kept * (width < 4), kept * layout.bytes_per_element)
+            needed += ceil(state_bytes(numel, ranks, plan.zero, each).total)
+        if needed:
+            ledger.check_room(Category.GRADIENTS, needed, "training unfrozen parameters, with their states,")
+
+    return check
 
 
 def check_machine(mesh: Mesh, nbytes: int, what: str) -> None:
