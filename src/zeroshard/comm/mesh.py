@@ -94,6 +94,24 @@ class Mesh:
         """Seconds of the platform's clock."""
         return self.platform.now()
 
+    def split(self, parts: Sequence[Sequence[int]]) -> "Mesh":
+        """The mesh of this rank's part, for an engine on some of the ranks; a collective call of all ranks.
+
+        Args:
+            parts: the ranks of each part, such as [[0, 1, 2], [3]]: every rank in one of them.
+
+        Raises:
+            PlanError: a rank is in no part, or in several, or there is no such rank.
+        """
+        found = sorted(rank for part in parts for rank in part)
+        if found != list(range(self.ranks)):
+            raise PlanError(
+                f"split({[list(part) for part in parts]!r}) has the ranks {found}, and each of the ranks 0 to "
+                f"{self.ranks - 1} must be in one part. Put ranks without an engine of the kind into a part of their "
+                f"own."
+            )
+        return part_of(self, parts, "split " + ",".join("-".join(map(str, part)) for part in parts))
+
 
 SHARED: dict[float, Mesh] = {}  # by their timeouts
 
