@@ -200,6 +200,14 @@ WRONG: dict[str, tuple[Any, str]] = {
     "an extension": (extension, r"was written through \['zstd'\]"),
     "a file is lost": (lambda c: (c / "__0_0.distcp").unlink(), "cannot be read .No such file or directory"),
     "a file is cut short": (cut_short, "as torch.save writes it"),
+    "of Megatron": (
+        lambda c: (c / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}'),
+        r"is a checkpoint of Megatron-LM \(metadata.json names its sharded_backend\).* with Megatron's own converter",
+    ),
+    "several of Megatron": (
+        lambda c: (c / "latest_checkpointed_iteration.txt").write_text("100"),
+        "is a folder of checkpoints of Megatron-LM .*converter, and give that folder",
+    ),
 }
 
 

@@ -7,7 +7,9 @@
 Tensors of an optimizer are kept apart. Chunks that were written through an extension, such as compression, are refused.
 """
 
+import contextlib
 import io
+import json
 import math
 import os
 import re
@@ -224,6 +226,27 @@ class _Window(io.RawIOBase):
         found = os.pread(self._handle, left if size < 0 else min(size, left), self._start + self._at)
         self._at += len(found)
         return found
+
+
+def refuse_megatron(path: Path) -> None:
+    """Refuse a folder of Megatron-LM, whose `torch_dist` format has this container with names and stacks of its own.
+
+    Raises:
+        CheckpointError: with the files by which it is known.
+    """
+    backend = path / "metadata.json"
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        if "sharded_backend" in json.loads(backend.read_text(encoding="utf-8")).keys():
+            raise CheckpointError(
+                f"{path} is a checkpoint of Megatron-LM ({backend.name} names its sharded_backend), with its own names "
+                f"and with layers stacked in one tensor. Write it in Hugging Face's format with Megatron's own "
+                f"converter, and give that folder."
+            )
+    if (path / "latest_checkpointed_iteration.txt").is_file():
+        raise CheckpointError(
+            f"{path} is a folder of checkpoints of Megatron-LM (it has latest_checkpointed_iteration.txt). Write one in "
+            f"Hugging Face's format with Megatron's own converter, and give that folder."
+        )
 
 
 def _data_start(archive: zipfile.ZipFile, content: _Window, dtype: torch.dtype, shape: Shape) -> int:

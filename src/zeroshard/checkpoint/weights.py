@@ -22,7 +22,7 @@ from typing import Protocol
 import torch
 
 from zeroshard.checkpoint.boxes import BoxValues
-from zeroshard.checkpoint.distributed_folder import METADATA, DistributedFolder
+from zeroshard.checkpoint.distributed_folder import METADATA, DistributedFolder, refuse_megatron
 from zeroshard.checkpoint.expert_names import Shape, StackedTensors, Tensors, are_stacked
 from zeroshard.checkpoint.manifest import MANIFEST
 from zeroshard.checkpoint.reader import Reader
@@ -271,6 +271,7 @@ def _opened(path: Path) -> Tensors:
     """The tensors of a checkpoint, of a folder of `torch.distributed.checkpoint`, or of safetensors files."""
     if (path / MANIFEST).exists():
         return _Checkpoint(path)
+    refuse_megatron(path)
     return DistributedFolder(path) if (path / METADATA).is_file() else Shards(path, files_of(path))
 
 
