@@ -235,8 +235,8 @@ def refuse_megatron(path: Path) -> None:
         CheckpointError: with the files by which it is known.
     """
     backend = path / "metadata.json"
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        if "sharded_backend" in json.loads(backend.read_text(encoding="utf-8")).keys():
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        if "sharded_backend" in json.loads(backend.read_text(encoding="utf-8")):
             raise CheckpointError(
                 f"{path} is a checkpoint of Megatron-LM ({backend.name} names its sharded_backend), with its own names "
                 f"and with layers stacked in one tensor. Write it in Hugging Face's format with Megatron's own "
@@ -244,7 +244,7 @@ def refuse_megatron(path: Path) -> None:
             )
     if (path / "latest_checkpointed_iteration.txt").is_file():
         raise CheckpointError(
-            f"{path} is a folder of checkpoints of Megatron-LM (it has latest_checkpointed_iteration.txt). Write one in "
+            f"{path} is a folder of checkpoints of Megatron-LM (latest_checkpointed_iteration.txt). Write one in "
             f"Hugging Face's format with Megatron's own converter, and give that folder."
         )
 
