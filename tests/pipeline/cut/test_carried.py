@@ -230,6 +230,60 @@ class RouterLoss(Plain):
         return loss + (logits.softmax(-1).mean(0) * chosen).sum()
 
 
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+
+class Stash(nn.Module):
+    """Every other one returns a skip, the others None; with an autograd function of its own, and writes in place."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.inner, self.number = nn.Linear(10, 10), number
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        x = Doubled.apply(self.inner(x))  # type: ignore[no-untyped-call]
+        skip = x + 1 if self.number % 2 == 0 else None
+        return x.tanh_(), skip
+
+
+class Sometimes(Plain):
+    """A skip to a block after the next, as torchgpipe's tests have it: stashed, and None where there is none."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.blocks = nn.ModuleList([Stash(number) for number in range(4)])
+
+    def body(self, x: Tensor, step: int) -> Tensor:
+        x, first = self.blocks[0](x)
+        x, none = self.blocks[1](x)
+        x, third = self.blocks[2](x)
+        assert first is not None and none is None and third is not None
+        x, none = self.blocks[3](x + first)
+        return x * third
+
+
+class Supervised(Plain):
+    """A head and a loss after each block (deep supervision), and one that predicts two tokens ahead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList([nn.Linear(10, 13) for _ in self.blocks])
+
+    def forward(self, tokens: Tensor, step: int = 0) -> Tensor:
+        x, losses = self.embed(tokens), []
+        for ahead, (block, head) in enumerate(zip(self.blocks, self.heads, strict=True)):
+            x = block(x)
+            losses.append(F.cross_entropy(head(x)[:, : 3 - ahead].flatten(0, 1), tokens[:, ahead:3].flatten()))
+        return torch.stack(losses).sum() + self.head(x).square().mean()
+
+
 def images(rows: int) -> tuple[Tensor]:
     return (torch.randn(rows, 3, 16, 16),)
 
@@ -250,6 +304,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
     "towers": (Towers, vectors),
     "written": (Written, tokens),
     "router-loss": (RouterLoss, tokens),
+    "sometimes": (Sometimes, tokens),
+    "supervised": (Supervised, tokens),
     "twice": (lambda: build("Twice"), tokens),
     "checkpointed": (lambda: build("Checkpointed"), tokens),
 }
@@ -291,21 +347,11 @@ class Attribute(Plain):
         return loss
 
 
-class Double(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient * 2
-
-
 class Unseen(Skip):
     """A function of autograd's own around the blocks, in a model with a skip."""
 
     def body(self, x: Tensor, step: int) -> Tensor:
-        return super().body(Double.apply(x), step)  # type: ignore[no-untyped-call]
+        return super().body(Doubled.apply(x), step)  # type: ignore[no-untyped-call]
 
 
 REFUSED: list[tuple[type[nn.Module], str]] = [
