@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,9 +42,12 @@ def language_task(config: TrainConfig, rows: int) -> TrainingTask:
     with fakes():
         model = built()
     task = _task(config, lambda: built().module, partial(_tokens, model, config.sequence), rows)
-    others = model.hugging_face
     identity = identity_of(model.module, *_rates(config))
-    return replace(task, loss_chunk=LOSS_CHUNK if others else None, made_aside=others, identity=identity)
+    if not model.hugging_face:
+        return replace(task, identity=identity)
+    read = config.pretrained and Path(config.model).is_dir() and any(Path(config.model).glob("*.safetensors"))
+    identity = identity and f"{identity}, values from files: {read}"
+    return replace(task, loss_chunk=LOSS_CHUNK, made_aside="from files" if read else "whole", identity=identity)
 
 
 def own_task(config: TrainConfig, rows: int, batch_of: str | None = None) -> TrainingTask:

@@ -77,3 +77,30 @@ def test_shapes_strides_and_memory_are_those_of_torch() -> None:
         for run in (lambda func, args: func(*args), *[lambda func, args: results.of(func, func, args, {})] * 2):
             found.append(looks(operations(run, x, numbers), x))
     assert found[0] == found[1] == found[2]
+
+
+def test_operations_in_given_memory_return_it_and_resize_it_as_torch_does() -> None:
+    """The second call of each is remembered; one that must resize its output runs each time."""
+    aten = torch.ops.aten
+    with fakes() as mode:
+        results, x = Results(mode), torch.ones(4, 6)
+        ran: list[Any] = []
+
+        def counted(func: Any) -> Callable[..., Any]:
+            return lambda *args, **kwargs: (ran.append(func), func(*args, **kwargs))[1]
+
+        for func, args, name in (
+            (aten.mul.out, (x, x), "out"),
+            (aten.mm.out, (x, x.mT), "out"),
+            (aten.silu_backward.grad_input, (x, x), "grad_input"),
+        ):
+            shape = func(*args, **{name: torch.empty(0)}).shape
+            for fresh in (True, False):
+                into = torch.empty(shape)
+                before = len(ran)
+                assert results.of(func, counted(func), args, {name: into}) is into
+                assert (len(ran) > before) is fresh and into.shape == shape
+            for _ in range(2):
+                into, before = torch.empty(0), len(ran)
+                assert results.of(func, counted(func), args, {name: into}) is into
+                assert into.shape == shape and len(ran) > before

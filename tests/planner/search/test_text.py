@@ -61,6 +61,15 @@ def test_a_prediction_says_memory_time_wire_and_how_it_was_found() -> None:
     assert text[7:] == ["Mind the gap."]
 
 
+def test_weights_while_loading_are_named_with_the_way_without_them() -> None:
+    one = prediction(loading_bytes=3 * GIB, host_capacity_bytes=4 * GIB)
+    (line,) = [text for text in describe(one) if text.startswith("Weights while loading")]
+    assert line.startswith("Weights while loading: 3.00 GiB of host memory on one node before the first step, as each")
+    assert line.endswith("(none where safetensors files in the model's folder are read).")
+    assert ": 3.00 GiB, of 2.00 GiB of host" in " ".join(describe(replace(one, host_capacity_bytes=2 * GIB)))
+    assert one.fits and one.as_dict()["loading_bytes"] == 3 * GIB
+
+
 def test_a_prediction_that_does_not_fit_says_so() -> None:
     assert "too much: 3% must stay free" in describe(prediction(capacity_bytes=15 * GIB))[1]
     assert "5% free" in describe(prediction(capacity_bytes=int(15.8 * GIB)))[1]

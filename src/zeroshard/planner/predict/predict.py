@@ -72,6 +72,7 @@ def put_together(
         communicators=communicators,
         communicator_bytes=communicators * device.communicator_bytes,
         node_ranks=per_node,
+        loading_bytes=task.facts.nbytes * per_node if task.made_aside == "whole" and device.kind != "cpu" else 0,
         adapters=task.adapters,
         optimizer=task.smaller,
     )

@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 import torch
@@ -67,7 +67,8 @@ class TrainingTask:
         loss_chunk: rows of logits that exist together where the loss is chunked; None if the model cannot, or does so.
         others: the makers of optimizers with smaller states, on the device and on the host, by their names; None leaves
             out plans that change results.
-        made_aside: whether `build` makes the model in host memory, where that is not the device's.
+        made_aside: how the model gets into host memory, where that is not the device's: "whole", as `build` makes it,
+            or "from files", from which a run reads it slice by slice; empty where `build` makes it elsewhere.
         values: whether the model must be run on tensors with values, which takes as much memory as a run.
         adapters: that are trained instead of the model, in words; empty without.
         identity: text that is equal for tasks with equal rehearsals; empty if there is none.
@@ -83,7 +84,7 @@ class TrainingTask:
     whole_model: bool = False
     values: bool = False
     loss_chunk: int | None = None
-    made_aside: bool = False
+    made_aside: Literal["", "whole", "from files"] = ""
     others: Mapping[str, tuple[Callable[[Any], torch.optim.Optimizer], ...]] | None = None
     loss: Any = None
     host_optimizer: Callable[[Any], torch.optim.Optimizer] | None = None
@@ -217,7 +218,7 @@ def rehearse(
             accelerated=machines is not None and machines.device.kind != "cpu",
         )
         elsewhere = contextlib.nullcontext() if beside is not None else as_on_devices()
-        task = replace(task, made_aside=task.made_aside and beside is None)
+        task = replace(task, made_aside=task.made_aside if beside is None else "")
         with elsewhere, tracker, tracker.resizing():
             run = _Run(task, plan, rows, (rank, ranks, rehearsal), tracker)
             rehearsed = run.tracked()

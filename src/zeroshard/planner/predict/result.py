@@ -43,6 +43,7 @@ class Prediction:
         host_bytes: on one node, of all its ranks: what is offloaded, and the copies of a checkpoint on its way to the
             disk.
         node_ranks: ranks of one node.
+        loading_bytes: on one node before the first step, where its ranks make the model, each of them whole.
         host_capacity_bytes: bytes of the node for them; None is no limit.
         wire_bytes: by purpose, of this rank in one step, by the paper's count (an all-gather counts its result).
         causes: seconds of one step by what they are spent on; their sum is `seconds`.
@@ -78,6 +79,7 @@ class Prediction:
     communicators: int = 0
     communicator_bytes: int = 0
     node_ranks: int = 1
+    loading_bytes: int = 0
     optimizer: str = ""
     adapters: str = ""
     phases: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
@@ -169,6 +171,7 @@ class Prediction:
             "host_parts": self.host_parts,
             "host_needed_bytes": self.host_needed_bytes,
             "node_ranks": self.node_ranks,
+            "loading_bytes": self.loading_bytes,
             "waits_for_checkpoints": self.waits_for_checkpoints,
             "optimizer": self.optimizer,
             "adapters": self.adapters,

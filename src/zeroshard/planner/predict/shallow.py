@@ -50,11 +50,13 @@ class ModelFacts:
         stacks: see `stacks_of`.
         parameters: number of all elements.
         used_parameters: of them, those that a token uses; None for mixtures that do not say how many experts it has.
+        nbytes: of the model as it is made.
     """
 
     stacks: tuple[Stack, ...]
     parameters: int
     used_parameters: int | None = None
+    nbytes: int = 0
 
 
 def facts_of_model(model: nn.Module) -> ModelFacts:
@@ -70,7 +72,8 @@ def facts_of_model(model: nn.Module) -> ModelFacts:
         used = parameters
     elif chosen is not None:
         used = int(parameters * (1 - mixtures.share * (1 - Fraction(chosen, number))))
-    return ModelFacts(tuple(stacks_of(model)), parameters, used)
+    nbytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    return ModelFacts(tuple(stacks_of(model)), parameters, used, nbytes)
 
 
 def cut(model: nn.Module, depths: Mapping[str, int]) -> nn.Module:

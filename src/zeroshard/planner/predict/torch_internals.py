@@ -149,6 +149,13 @@ class _Made:
     offset: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """The tensor that was given as the keyword `name`, such as "out"."""
+
+    name: str
+
+
 _FIRST = object()  # the operation returns its first argument
 _results: dict[Any, Any] = {}  # by operation and metadata of its arguments; None where these do not determine it
 _kinds: dict[Packet, bool] = {}
@@ -176,17 +183,23 @@ class Results:
         if known is None:
             return run(*args, **kwargs)
         if known is not _results:
-            return self._remake(known[0], args)
+            return self._remake(known[0], args, kwargs)
         result = run(*args, **kwargs)
         if len(_results) >= MOST_KNOWN:
             _results.clear()
         try:
-            _results[key] = (_kept(result, args, _storages((args, kwargs))),)
+            given = next((name for name, value in kwargs.items() if value is result is not None), None)
+            if given is None:
+                _results[key] = (_kept(result, args, _storages((args, kwargs))),)
+            else:  # unless it was resized
+                _results[key] = (_Given(given),) if _key_of(tuple(kwargs.items())) == key[3] else None
         except _Unknown:
             _results[key] = None
         return result
 
-    def _remake(self, known: Any, args: tuple[Any, ...]) -> Any:
+    def _remake(self, known: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if type(known) is _Given:
+            return kwargs[known.name]
         if type(known) is _Made:
             with torch._C._DisableTorchDispatch():
                 if known.offset is None:
@@ -197,7 +210,7 @@ class Results:
             return FakeTensor(self._mode, meta, known.device)
         if known is _FIRST:
             return args[0]
-        return None if known is None else type(known)(self._remake(one, args) for one in known)
+        return None if known is None else type(known)(self._remake(one, args, kwargs) for one in known)
 
 
 def _remembers(func: Packet) -> bool:
@@ -205,7 +218,7 @@ def _remembers(func: Packet) -> bool:
     if func not in _kinds:
         schema, excluded = func._schema, {torch.Tag.inplace_view, torch.Tag.dynamic_output_shape}
         excluded.add(torch.Tag.data_dependent_output)
-        plain = func.namespace == "aten" and not any(one.is_out for one in schema.arguments)
+        plain = func.namespace == "aten" and sum(one.is_out for one in schema.arguments) <= 1
         _kinds[func] = plain and excluded.isdisjoint(func.tags)
     return _kinds[func]
 

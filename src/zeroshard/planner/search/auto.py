@@ -192,7 +192,7 @@ def task_of(model: nn.Module, batch: Any, optimizer: Any, ranks: int) -> Trainin
         sequence=picked[0].shape[1] if picked else 1,
         name=type(model).__name__,
         whole_model=whole,
-        made_aside=any(parameter.device.type == "cpu" for parameter in model.parameters()),
+        made_aside="whole" if any(parameter.device.type == "cpu" for parameter in model.parameters()) else "",
         identity=identity_of(model, batch, optimizer),
     )
 

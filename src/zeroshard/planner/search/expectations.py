@@ -86,9 +86,9 @@ def expectation_of(shape: Shape, variants: Sequence[Plan], estimator: Estimator)
     return Expectation(near, seconds, likely, far)
 
 
-def is_hopeless(estimator: Estimator | None, plan: Plan, rows: int) -> bool:
-    """Whether a plan is far too large by an estimate; not for settings that the estimate leaves out."""
-    if estimator is None or plan.loss_chunk != estimator.one.plan.loss_chunk:
+def is_hopeless(estimator: object, plan: Plan, rows: int) -> bool:
+    """Whether a plan is far too large by an `Estimator`, if it is one; not for settings that this leaves out."""
+    if not isinstance(estimator, Estimator) or plan.loss_chunk != estimator.one.plan.loss_chunk:
         return False
     return not any(choice.resort for choice in choices_of(plan)) and _far(estimator.prediction(plan, rows))
 

@@ -131,7 +131,7 @@ class _Search:
     _layers: Layers | str | None = None
     _likely: dict[Plan, list[int]] = field(default_factory=dict)
     _expected: dict[Plan, Expectation] = field(default_factory=dict)
-    _made: dict[int, Estimator] = field(default_factory=dict)  # by the ranks that split layers
+    _made: dict[int, Estimator | Refusal] = field(default_factory=dict)  # by the ranks that split layers
     _gain: float = 0.0  # least seconds of a variant relative to its plan; 0 before any is faster
 
     @property
@@ -183,6 +183,7 @@ class _Search:
         if best is not None and are_many(shapes):
             self.progress.begin(None)
             self._try_faster(best)
+        self.refused += [one for one in self._made.values() if isinstance(one, Refusal)]
 
     def try_with_variants(self, shape: Shape, many: bool = False) -> float:
         """Look at a shape and its variants ([Note: variants]); returns the seconds without them, if that fits."""
@@ -265,7 +266,7 @@ class _Search:
         looks: dict[Plan, int] = {}
         began, room = time.perf_counter(), (1 - MARGIN) * self.machines.device.capacity_bytes
         hopeful = [shape for shape in shapes if self._least_bytes(shape.plan) <= room]
-        estimators = self._made = self._estimators(dict.fromkeys(shape.together for shape in hopeful))
+        estimators = self._estimators(dict.fromkeys(shape.together for shape in hopeful))
         each = (time.perf_counter() - began) / (len(estimators) + 1) if estimators else 0.0
         for shape in (shape for shape in shapes if shape.together in estimators):
             offer, variants = shape.offer, self._variants(shape.plan)
@@ -299,11 +300,13 @@ class _Search:
             try:
                 like = next(iter(found.values()), None)
                 made = Estimator.of(self.task, self.base, self.machines, self._excluding.sizes, together, like)
-                found[together] = replace(made, layers=self._costs())
+                found[together] = self._made[together] = replace(made, layers=self._costs())
             except ZeroshardError as error:
                 if together == 1:  # the search reports it, plan by plan
                     return {}
-                self._refuse(self.base.with_settings({"tensor_parallel": together}), 0, str(error), "")
+                self._made[together] = Refusal(
+                    self.base.with_settings({"tensor_parallel": together}), 0, str(error), ""
+                )
         return found
 
     def _least_bytes(self, plan: Plan) -> int:

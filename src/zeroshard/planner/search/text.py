@@ -106,6 +106,13 @@ def describe(prediction: Prediction) -> list[str]:
         (p.disk_bytes, f"Disk: {format_bytes(p.disk_bytes)} of each rank."),
     )
     sentences += [sentence for nbytes, sentence in tiers if nbytes]
+    if p.loading_bytes:
+        held = p.host_capacity_bytes
+        room = "" if held is None or p.loading_bytes <= held else f", of {format_bytes(held)}"
+        sentences.append(
+            f"Weights while loading: {format_bytes(p.loading_bytes)}{room} of host memory on one node before the first "
+            f"step, as each rank makes the whole model (none where safetensors files in the model's folder are read)."
+        )
     if p.waits_for_checkpoints:
         room = format_bytes(p.host_capacity_bytes or 0)
         sentences.append(
