@@ -25,7 +25,7 @@ SHARED: dict[str, Any] = {
 }
 GEMMA3N: dict[str, Any] = {**SHARED, "laurel_rank": 4, "activation_sparsity_pattern": [0.0] * 4}
 LATENT: dict[str, Any] = {
-    **{**G, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8},
+    **{**G, "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8},
     **{"qk_rope_head_dim": 4, "v_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1},
     **{"moe_intermediate_size": 16, "n_shared_experts": 1, "first_k_dense_replace": 1, "topk_group": 1},
 }

@@ -84,6 +84,14 @@ def test_gates_that_the_layer_of_queries_makes(behind: bool) -> None:
     assert shapes(layers["*.wq"]) == ("column", [(features, 2)] * 2 if behind else [(2 * features, 2)])
 
 
+def test_gated_queries_of_key_heads_that_several_ranks_hold() -> None:
+    module = GatedWithin()
+    module.wk, module.wv = (nn.Linear(WIDTH, 2 * SIZE, bias=False) for _ in range(2))
+    _, layers = found_in(nn.Sequential(module), 4)
+    assert shapes(layers["*.wq"]) == ("column", [(2 * HEADS * SIZE, 4)])
+    assert shapes(layers["*.wk"]) == ("column", [(2 * SIZE, 2)])
+
+
 def test_a_gate_that_reads_all_heads_leaves_them_whole() -> None:
     _, layers = found_in(nn.Sequential(GatedByAll()))
     assert all(layer.style is Style.WHOLE for layer in layers.values())

@@ -182,6 +182,7 @@ def _segments(
     reasons = {path: _reason(counts, n, ranks, order if path == fused else None) for path, n in outputs.items()}
     reasons[row] = f"reads {counts.heads // ranks} of {counts.heads} heads"
     gated = gated_queries(outputs, counts.heads * counts.size)
+    segments |= {path: (Segment(outputs[path], ranks),) for path in gated}
     yield segments, reasons | dict.fromkeys(gated, f"{counts.heads // ranks} of {counts.heads} heads with their gates")
     if gated:  # gates behind all queries
         parts = {path: (Segment(counts.heads * counts.size, ranks),) * 2 for path in gated}
@@ -206,7 +207,7 @@ def _shared(modules: Mapping[str, nn.Module], name: str, layers: set[str], colum
     found: dict[str, int] = {}
     for inner, module in modules[name].named_children():
         path, features = f"{name}.{inner}".strip("."), linear_features(module)
-        if path not in layers and features is not None:
+        if path not in layers and features is not None and features.outputs not in read:
             more = [features.outputs - n for n in read if features.outputs > n and n != features.inputs]
             found |= {path: more[0]} if more else {}
     return found

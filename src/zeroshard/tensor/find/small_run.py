@@ -19,7 +19,7 @@ from zeroshard.tensor.find.linear import linear_features
 from zeroshard.tensor.find.trial import BATCH, TrialWeights, apart, copy_of, first_tensor, taken
 
 RANK, TOKENS, ROWS = 8, 6, 11  # of products; positions of a sequence; of embeddings
-MOST = 2**20  # parameters of a module that is no linear layer
+MOST, MOST_FLAT = 2**20, 2**22  # parameters of a module that is no linear layer; of one without stacks, as a router
 COMPUTED = 2  # of blocks that are alike
 DEEPEST = 16  # blocks that are computed where a model needs all of them
 OF_LAYERS = ("layer_idx", "layer_id", "layer_number", "layer_index")  # attributes in which equal layers differ
@@ -154,8 +154,9 @@ class SmallModel:
             return NarrowLinear(self._weights, path, module)
         if type(module).forward is nn.Embedding.forward and isinstance(module, nn.Embedding):
             return FewRows(self._weights, path, module)
-        own = sum(parameter.numel() for parameter in module.parameters(recurse=False))
-        return _Same() if own > MOST else None
+        own = list(module.parameters(recurse=False))
+        most = MOST if any(parameter.dim() > 2 for parameter in own) else MOST_FLAT
+        return _Same() if sum(parameter.numel() for parameter in own) > most else None
 
     def _pass(self, block: Any, like: str) -> nn.Module:
         """A block that returns its input, in the structure of the output of the equal block at `like`."""
