@@ -250,7 +250,7 @@ def test_wrong_input_gives_one_clear_sentence(
 
 LAST_LINES = [
     (["--data", "nowhere"], "DataError: --data names nowhere, which does not exist", 2),
-    (["--resume", "nowhere"], "CheckpointError: nowhere is no checkpoint", 1),
+    (["--resume", "nowhere"], "CheckpointError: --resume names nowhere, which is no checkpoint", 2),
 ]
 
 
