@@ -74,7 +74,7 @@ class Loop:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def train_step(self, x: Tensor) -> float:
+    def train_step(self, x: Any) -> float:
         loss = squares(self.call(x))
         self.backward(loss)
         return loss.item()
@@ -87,7 +87,8 @@ class EngineLoop(Loop):
     """The same on one rank of an engine."""
 
     def __init__(self, mesh: zs.Mesh, model: nn.Module, plan: dict[str, Any]) -> None:
-        example = torch.zeros(4, WIDTH) if "pipeline_parallel" in plan else None
+        x = rows(0, 0, 2)
+        example = (records(x) if isinstance(model, OfRecords) else x) if "pipeline_parallel" in plan else None
         engine = zs.Engine(model, OPTIMIZER, zs.Plan.from_dict(plan), mesh=mesh, loss=squares, example=example)
         self.engine, self.model, self.parts, self.notes = engine, model, 1, []
         self.call, self.backward, self.gathered = engine, engine.backward, engine.gathered  # type: ignore[method-assign]
@@ -96,7 +97,7 @@ class EngineLoop(Loop):
         if self.engine.steps == self.number:  # else `train_step` has taken it
             self.engine.step()
 
-    def train_step(self, x: Tensor) -> float:
+    def train_step(self, x: Any) -> float:
         loss = self.engine.train_step(x).loss
         return float("nan") if loss is None else float(loss)
 
@@ -136,6 +137,11 @@ def usual(loop: Loop, x: Tensor) -> float:
     loss = squares(loop.call(x))
     loop.backward(loss)
     return loss.item()
+
+
+def stepped(loop: Loop, x: Tensor) -> float:
+    """A step of an engine."""
+    return loop.train_step(x)
 
 
 def run(loop: Loop, habit: Habit, parts: Callable[[int], list[Tensor]]) -> tuple[list[float], Any, list[Tensor]]:
@@ -251,12 +257,28 @@ class OfRecords(Chain):
         return super().forward(inputs.x * inputs.mask.unsqueeze(1) + inputs.more["shift"][0])
 
 
+def records(x: Tensor) -> Inputs:
+    return Inputs(x, x[:, 0] > 0, torch.arange(len(x)), {"shift": [x.cos()]})
+
+
 def with_record(loop: Loop, x: Tensor) -> float:
-    inputs = Inputs(x, x[:, 0] > 0, torch.arange(len(x)), {"shift": [x.cos()]})
+    inputs = records(x)
     loss = squares(loop.call(inputs))
     loop.backward(loss)
     assert inputs.x is x and inputs.more["shift"][0].dtype == torch.float32
     return loss.item()
+
+
+def record_by_record(loop: Loop, x: Tensor) -> float:
+    return loop.train_step(records(x))
+
+
+# Compiled in place
+
+
+def compiled(model: nn.Module) -> None:
+    for block in model.get_submodule("blocks").children():
+        block.compile(backend="eager", fullgraph=True)
 
 
 # Hooks of gradients
@@ -482,7 +504,7 @@ HABITS: dict[str, Habit] = {
     "autocast around the forward": Habit(forward_in_autocast),
     "autocast around all steps": Habit(usual, around=autocast),
     "autocast around an edit": Habit(usual, between=edited, around=autocast),
-    "autocast with recomputation": Habit(Loop.train_step, around=autocast, plan={"recompute": "blocks"}),
+    "autocast with recomputation": Habit(stepped, around=autocast, plan={"recompute": "blocks"}),
     "dataclass": Habit(with_record, OfRecords),
     "dataclass in 16 bits": Habit(with_record, OfRecords, plan={"precision": "bf16"}, instead=autocast, rtol=3e-2),
     "full backward hooks": Habit(of_inputs, after=hooked),
@@ -506,7 +528,18 @@ HABITS: dict[str, Habit] = {
     "deep supervision": Habit(one_by_one, Supervised),
     "one of several losses": Habit(some, Supervised),
 }
-EACH = [list(HABITS)[n::2] for n in range(2)]
+STAGED = {
+    "parametrizations": Habit(stepped, parametrized),
+    "hooks that change": Habit(stepped, after=rescaled),
+    "compiled before": Habit(stepped, before=compiled, plan={"recompute": "blocks"}),
+    "compiled after": Habit(stepped, after=lambda loop: compiled(loop.model)),
+    "dataclass": Habit(record_by_record, OfRecords),
+    "dataclass in 16 bits": Habit(record_by_record, OfRecords, plan={"precision": "bf16"}, instead=autocast, rtol=3e-2),
+    "autocast around all steps": Habit(stepped, around=autocast, rtol=3e-2),
+}
+HABITS |= {f"{name} in stages": habit for name, habit in STAGED.items()}
+SINGLE = [name for name in HABITS if not name.endswith(" in stages")]
+EACH = [SINGLE[n::2] for n in range(2)]
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is:DeprecationWarning")  # by torch, for jvp
 
 
@@ -519,4 +552,26 @@ def test_habits_train_as_in_one_process(pool: Pool, names: list[str], plan: str)
 @pytest.mark.whole
 @pytest.mark.parametrize("plan", PLANS)
 def test_habits_on_one_rank(pool: Pool, plan: str) -> None:
-    check(pool, list(HABITS), plan, 1)
+    check(pool, SINGLE, plan, 1)
+
+
+def in_stages(mesh: zs.Mesh, names: list[str], settings: dict[str, Any]) -> list[tuple[list[float], Any]]:
+    """Losses and weights of habits in two stages, which share the batch."""
+    found = []
+    for name in names:
+        torch._dynamo.reset()
+        loop = EngineLoop(mesh, built(name), {**settings, **HABITS[name].plan})
+        losses, weights, _ = run(loop, HABITS[name], lambda step: [rows(step, 0, 1)])
+        found.append((losses, weights))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # by torch, for graphs
+@pytest.mark.parametrize("zero", [0, 3])
+def test_habits_in_two_stages(pool: Pool, zero: int) -> None:
+    settings = {"pipeline_parallel": 2, "microbatches": 2, "zero": zero, "transport": "network"}
+    names = [name for name in HABITS if name not in SINGLE]
+    answers = pool.run(in_stages, 2, names, settings)
+    for number, name in enumerate(names):
+        losses, weights, _ = alone(name, 1)
+        compare(HABITS[name], (losses, weights, []), [(*answer[number], []) for answer in answers])

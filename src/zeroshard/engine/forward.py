@@ -193,12 +193,14 @@ class Forward:
             check_compiler(compiler)
         began, plainly = self._late.background.now(), self.transformed(self._root)
         with outside_transforms():
-            begins = self._late.finish() if plainly else self._begin(args, kwargs)
+            begins = not plainly and self._begin(args, kwargs)
+            if plainly:
+                self._late.finish()
         hooks = None
         if torch.is_grad_enabled() and not plainly and (self._homes or self._counts or self.saver.moves):
             hooks = HooksOfForward(*self.hooks)
             hooks.__enter__()
-        self._open.append(_Call(hooks, bool(begins), began, plainly))
+        self._open.append(_Call(hooks, begins, began, plainly))
         return self._cast(args, kwargs)
 
     def _begin(self, args: Any, kwargs: Any) -> bool:

@@ -37,6 +37,7 @@ from zeroshard.schedule.orders import warm_up
 from zeroshard.step.losses import Loss
 from zeroshard.step.sequence import Run
 from zeroshard.units import Unit
+from zeroshard.units.compiling import uncompiled
 from zeroshard.units.hooks import in_place_of
 
 VERIFIED_STEPS = 3  # of a schedule that never flushes
@@ -279,9 +280,10 @@ def make_stage(model: nn.Module, cut: Cut, mesh: Mesh, example: Any, run: Run) -
     deferral = Deferral(model) if cut.defers else None
     on_device = tree_map(partial(_to, device=mesh.device), example)
     beside = tree_map(partial(_to, device=where), example) if where.type != "meta" else on_device
-    chain = Chain(model, lambda: run(beside), cut.units, mesh.device)
-    chain.crossing.follow(world.agree_on(chain.crossing.plain(), "values beside activations")[0])
-    firsts = _cut(model, cut, chain, world, lambda: run(on_device))
+    with uncompiled(model):
+        chain = Chain(model, lambda: run(beside), cut.units, mesh.device)
+        chain.crossing.follow(world.agree_on(chain.crossing.plain(), "values beside activations")[0])
+        firsts = _cut(model, cut, chain, world, lambda: run(on_device))
     chain.crossing.refuse_asides(firsts[1:-1], [layer.name for layer in chain.layers])
     _refuse_shared_buffers(chain, firsts, cut.pipeline)
     layout = pipeline.layout

@@ -4,11 +4,13 @@ Gathers, recomputation and the exchange of tokens stay outside of the graph, so 
 graph again, and no graph holds a weight that is freed after the forward.
 
 [Note: compiled in place] `module.compile()` of torch makes a graph of the module's call, with its hooks and with the
-layers around its forward. The engine's hooks that gather are called around that graph. Torch's `compile` of each module
-is replaced on the object, so that this holds whenever it is called.
+layers around its forward. The engine's hooks that gather are called around that graph; of a module with layers the own
+forward is compiled in the place of the call, with the same options. Torch's `compile` of each module is replaced on the
+object, so that this holds whenever it is called.
 """
 
 import copy
+import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -21,11 +23,12 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from zeroshard.errors import PlanError
-from zeroshard.units.forwards import Forward, insert, layers_of
+from zeroshard.units.forwards import ORDER, Forward, insert, layers_of
 from zeroshard.units.hooks import Outside
 
 LAYER = "graph"
 RECORDS_ADDRESSES = ("reduce-overhead", "max-autotune")  # modes with graphs of CUDA, which read fixed addresses
+LAYERED = ORDER.keys() - {LAYER}  # layers of techniques
 CUDA_GRAPHS = "triton.cudagraphs"  # the setting that those modes make
 INNER = ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable")  # of a wrapper of a backend, by version of torch
 
@@ -46,7 +49,7 @@ def compile_blocks(blocks: Iterable[nn.Module], options: Mapping[str, Any]) -> N
                 f"A block of class {type(block).__name__} is compiled already; compile it once, by engine.compile() "
                 f"or by block.compile()."
             )
-        insert(block, LAYER, partial(_Graph, options))
+        insert(block, LAYER, partial(_Graph, partial(torch.compile, **options)))
 
 
 def check_options(options: Mapping[str, Any]) -> None:
@@ -79,12 +82,36 @@ def follow_compiling(model: nn.Module) -> None:
     """
     for path, module in model.named_modules():
         compiled = module._compiled_call_impl
-        config = getattr(compiled or module, "get_compiler_config", dict)()  # of a graph, or of a wrapped module
+        graph: Any = compiled or module  # a module that torch.compile has wrapped
+        config: Any = getattr(graph, "get_compiler_config", dict)()
         if config and config.get(CUDA_GRAPHS):
             raise _records("mode='reduce-overhead' or 'max-autotune'", f", with which '{path}' is compiled,")
         if compiled is not None and not isinstance(compiled, CompiledCall):
-            module._compiled_call_impl = CompiledCall(module, compiled)
+            _take_over(module, compiled)
         vars(module)["compile"] = _Compile(module)
+
+
+@contextmanager
+def uncompiled(model: nn.Module) -> Iterator[None]:
+    """Inside, modules that are compiled in place run as they are, for trials in which graphs would break."""
+    compiled = {module: call for module in model.modules() if (call := module._compiled_call_impl) is not None}
+    for module in compiled:
+        module._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for module, call in compiled.items():
+            module._compiled_call_impl = call
+
+
+def _take_over(module: nn.Module, compiled: Callable[..., Any]) -> None:
+    """Compile the own forward of a module with layers in the place of its call; put hooks around another's call."""
+    context = inspect.getclosurevars(compiled).nonlocals.get("self")  # of torch.compile, with its options
+    if LAYERED.isdisjoint(layers_of(module)) or not isinstance(context, torch._dynamo.eval_frame._TorchDynamoContext):
+        module._compiled_call_impl = CompiledCall(module, compiled)
+    else:
+        module._compiled_call_impl = None
+        insert(module, LAYER, partial(_Graph, context))
 
 
 def check_compiler(compiler: Any) -> None:
@@ -181,7 +208,7 @@ class _Compile:
         check_options(options)
         type(module).compile(module, *args, **options)
         assert module._compiled_call_impl is not None
-        module._compiled_call_impl = CompiledCall(module, module._compiled_call_impl)
+        _take_over(module, module._compiled_call_impl)
 
     def __reduce__(self) -> tuple[Any, ...]:
         module = self._module()
@@ -201,8 +228,8 @@ def _plain_compile(module: nn.Module) -> MethodType:
 class _Graph:
     """The layer of a compiled forward; a copy of the block runs its own forward, which is not compiled."""
 
-    def __init__(self, options: Mapping[str, Any], inner: Forward) -> None:
-        self._inner, self._compiled = inner, torch.compile(inner, **options)
+    def __init__(self, compile: Callable[[Forward], Forward], inner: Forward) -> None:
+        self._inner, self._compiled = inner, compile(inner)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         compiled = _get_current_dispatch_mode() is None  # a mode that looks at single operations

@@ -160,7 +160,7 @@ transforming: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
 # Whether torch runs hooks of saved tensors, which `grad` and `vjp` of `torch.func` turn off.
-runs_saved_hooks: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled
+runs_saved_hooks: Callable[[], bool] = vars(torch._C._autograd)["_saved_tensors_hooks_is_enabled"]
 
 
 def outside_transforms() -> AbstractContextManager[Any]:
