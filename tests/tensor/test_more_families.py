@@ -197,6 +197,17 @@ def test_attention_is_split(name: str) -> None:
         assert layers["model.layers.*.self_attn.kv_a_proj_with_mqa"].shared == 4
 
 
+@pytest.mark.parametrize("name", ["deepseek-v3", "olmo2"])
+def test_blocks_that_do_not_compute_in_small_are_split_like_those_before(name: str) -> None:
+    """Of equal blocks only two compute in small: the others have no call of their attention."""
+    transformers = pytest.importorskip("transformers")
+    model, config, values = FAMILIES[name]
+    with torch.device("meta"):
+        deep = getattr(transformers, model)(getattr(transformers, config)(**{**values, "num_hidden_layers": 5}))
+    layers = {layer.name: layer for layer in find(deep, 2, TensorParallel(2)).layers}
+    assert {layers[f"model.layers.{n}.self_attn.o_proj"].style for n in range(5)} == {Style.ROW}
+
+
 def test_blocks_between_that_mix_positions_need_whole_sequences() -> None:
     found, _ = found_in("nemotron-h")
     assert found.blocks == () and "model.layers.1: mixer (NemotronHMamba2Mixer)" in found.whole_sequences[0][1]

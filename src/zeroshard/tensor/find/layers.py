@@ -262,7 +262,8 @@ class _Search:
             _attention_of(group.holder, inner(group.holder), layout) if layout.number else None,
             [replace(layer, name=inner(layer.name)) for layer in _beside(layout, layout.gathers)],
         )
-        adapted = (layout.arguments, layout.narrow, tuple(layout.shared.items()), tuple(layout.gathers))
+        shared = tuple((inner(path), features) for path, features in layout.shared.items())
+        adapted = (layout.arguments, layout.narrow, shared, tuple(map(inner, layout.gathers)))
         key = (likeness(module), tuple(trial.columns.items()), trial.row, str(trial.sizes), adapted)
         if key not in self._verdicts:
             self._verdicts[key] = trial.run(self._ranks)
