@@ -77,7 +77,7 @@ from zeroshard.units.compiling import compile_blocks
 from zeroshard.units.forwards import layers_of
 from zeroshard.units.hooks import Hook
 from zeroshard.units.ignored import OptimizerLike, made_for, place_ignored
-from zeroshard.units.materialise import Initialiser
+from zeroshard.units.materialise import Initialiser, take_from_rank_0
 from zeroshard.validation.arguments import (
     check_arguments,
     check_compiling,
@@ -204,6 +204,7 @@ class Engine(GradientAccess, JoinAccess, MethodAccess, RebuildAccess):
     def _equip(self, losses: StepLosses, techniques: Sequence[Technique]) -> None:
         """Make the objects along a step: backward, forward, recomputation, decision, sequence and order."""
         plan, stage, axes, parts = self.plan, self._stage, self._axes, self._assembly.parts
+        take_from_rank_0(self.model, self.world, ignored=True)
         place_ignored(self.model, self.mesh.device, self.ledger)
         backward = ListedBackward if plan.pipelined else Backward
         self._backward = backward(parts, self._gatherer, self._late, self.comm, losses, plan.scales_loss)

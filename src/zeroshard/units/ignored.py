@@ -2,9 +2,9 @@
 
 [Note: ignored parameters] As with FSDP2's `ignored_params`, they stay the user's own objects on every rank: whole, on
 their device, in their dtype, in no flat buffer. Their gradients are torch's own, of this rank's backwards alone: never
-reduced, clipped or unscaled. No update changes them. Like buffers, each rank has its own values; state dicts and files
-hold them under their names, and a checkpoint those of every rank. A mark on the parameter says so, until the next
-engine is made.
+reduced, clipped or unscaled. No update changes them. Like buffers, they start with rank 0's values, and each rank has
+its own from then on; state dicts and files hold them under their names, and a checkpoint those of every rank. A mark on
+the parameter says so, until the next engine is made.
 """
 
 import difflib

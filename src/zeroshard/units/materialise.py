@@ -285,13 +285,16 @@ class Uncut:
         self._entered.clear()
 
 
-def take_from_rank_0(model: nn.Module, world: Comm) -> None:
+def take_from_rank_0(model: nn.Module, world: Comm, ignored: bool = False) -> None:
     """Broadcast rank 0's values of the parameters that are not on the meta device; a collective call.
+
+    Args:
+        ignored: those of ignored parameters alone, instead of all.
 
     Values that are not on this rank's device go over it one block at a time.
     """
     for name, parameter in model.named_parameters():
-        if parameter.is_meta:
+        if parameter.is_meta or (ignored and not is_ignored(parameter)):
             continue
         if parameter.device == world.mesh.device:
             world.broadcast(parameter.data, f"initial {name}")
