@@ -11,10 +11,12 @@ The idea of values that bypass layers is torchgpipe's (2004.09910, section 3.2.2
 needs no change.
 """
 
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -147,7 +149,7 @@ class LearnedValues(_FrameFunctions):
         self._keys: dict[int, tuple[list[ReturnedValue], int]] = {}  # by id: keys, and the version of the values
         self._inner: set[ReturnedValue] = set()
         self._marked: set[int] = set()  # copies of activations, which enter blocks
-        self._alive: list[Tensor] = []
+        self._known: dict[int, Any] = {}  # weak references, so that no address is mistaken for an earlier one's
 
     def begin_phase(self, phase: int) -> None:
         """Begin the code after so many blocks, or the last code of the model."""
@@ -167,7 +169,7 @@ class LearnedValues(_FrameFunctions):
                 self.same[key] = known[-1]
                 return leaf
             self._keys[id(leaf)] = [*(each for each in known if each not in self._inner), key], _version(leaf)
-            self._alive.append(leaf)
+            self._follow(leaf)
             self._marked.discard(id(leaf))
             self.layer_of[key], self.nodes[key] = self.phase, leaf.grad_fn
         return leaf
@@ -200,11 +202,15 @@ class LearnedValues(_FrameFunctions):
     def enter(self, layer: int, activation: Tensor, marked: Tensor, block: bool) -> None:
         """Note the activation that enters a block, or the code after the blocks, and its copy that enters in fact."""
         self.entered[layer] = self.keys(activation)
-        self._alive.append(marked)
+        self._follow(marked)
         if block:
             self._marked.add(id(marked))
         elif self.entered[layer]:
             self._keys[id(marked)] = self.entered[layer], _version(marked)
+
+    def _follow(self, leaf: Tensor) -> None:
+        """Drop the keys of a tensor when it is freed; the callback holds no values, which would live on in a cycle."""
+        self._known[id(leaf)] = weakref.ref(leaf, partial(_forget, id(leaf), self._keys, self._marked))
 
     def carried(self, suffix: int, by_key: bool) -> Carried:
         """The values that cross boundaries of a chain.
@@ -304,6 +310,11 @@ class Passing(_FrameFunctions):
             return leaf
         piece = piece.view(leaf.shape).to(leaf.dtype)
         return piece.clone() if key in self._carried.written else piece
+
+
+def _forget(address: int, keys: dict[int, Any], marked: set[int], reference: Any) -> None:
+    keys.pop(address, None)
+    marked.discard(address)
 
 
 def _version(tensor: Tensor) -> int:
