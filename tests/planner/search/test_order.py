@@ -59,3 +59,13 @@ def test_few_plans_are_rehearsed_whole_and_none_that_changes_results_overtakes_o
     whole = Rehearsal(1.0, 0.0)
     best = with_whole_first([exact, replace(faster, optimizer="adamw8bit")], whole)
     assert whole.asked == [1] and best[0].plan == exact.plan
+
+
+def test_a_plan_that_does_not_fit_when_it_is_whole_is_left_out() -> None:
+    first, second, third = plans(1.0, 1.1, 1.2)
+
+    def whole(one: Prediction) -> Prediction:
+        return replace(one, memory={"activations": 2**50}) if one.plan == first.plan else one
+
+    assert [one.plan for one in with_whole_first([first, second, third], whole)] == [second.plan, third.plan]
+    assert with_whole_first([first], whole) == []

@@ -3,6 +3,7 @@
 [Note: plans rehearsed whole] A plan is timed by few of its blocks, and the first one by all of them in the end. Its
 whole step can be slower than the few blocks told, by waits for copies that these do not have, and so can that of the
 plan after it. A plan that seems faster than the first only because it was not rehearsed whole is rehearsed whole too.
+One that does not fit when it is rehearsed whole is refused, and the next is rehearsed.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,21 +21,22 @@ def rank(prediction: Prediction) -> tuple[bool, float, int]:
 
 
 def with_whole_first(order: Sequence[Prediction], whole: Callable[[Prediction], Prediction]) -> list[Prediction]:
-    """The plans in order with the first rehearsed whole ([Note: plans rehearsed whole]).
+    """The plans in order with the first rehearsed whole, without those that do not fit ([Note: plans rehearsed whole]).
 
     Args:
         order: the plans that fit, the best first.
         whole: the prediction of a plan from a rehearsal of all its blocks.
     """
-    if not order:
-        return []
-    known = [whole(order[0])]
-    if known[0].seconds > SAME * order[0].seconds:
-        for other in order[1:MOST_WHOLE]:
-            if not _seems_better(other, min(known, key=rank)):
-                break
-            known.append(whole(other))
-    return [*sorted(known, key=rank), *order[len(known) :]]
+    fitting: list[Prediction] = []
+    slower = False  # than few blocks told
+    for number, other in enumerate(order):
+        enough = len(fitting) == MOST_WHOLE or not slower
+        if fitting and (enough or not _seems_better(other, min(fitting, key=rank))):
+            return [*sorted(fitting, key=rank), *order[number:]]
+        known = whole(other)
+        slower |= known.fits and known.seconds > SAME * other.seconds
+        fitting += [known] if known.fits else []
+    return sorted(fitting, key=rank)
 
 
 def _seems_better(other: Prediction, best: Prediction) -> bool:

@@ -394,12 +394,14 @@ class _Search:
         return replace(prediction, causes=found.causes, time_mode=found.time_mode)
 
     def whole(self, prediction: Prediction) -> Prediction:
-        """The prediction from a rehearsal of every stage, and of every block unless they are too many."""
+        """The prediction from a rehearsal of every stage, and of every block unless too many; refused if too large."""
         plan = prediction.plan
         if way_of(plan).whole(plan, sum(stack.depth for stack in self.task.facts.stacks)) > MOST_DEEP:
             return prediction
         self.say("the best once more, whole")
         found = predict(trained_as(self.task, prediction), plan, self.machines, prediction.batch, deep=True)
+        if not found.fits:
+            self._keep(found)
         if prediction.time_mode == found.time_mode:
             return found
         return replace(found, causes=prediction.causes, time_mode=prediction.time_mode)
