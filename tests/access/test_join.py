@@ -187,6 +187,30 @@ def test_wrong_calls_are_refused_on_all_ranks(pool: Pool) -> None:
         assert found["saves"].startswith("CommError") and "engine.join()" in found["saves"]
 
 
+def failing(mesh: zs.Mesh, batches: int) -> str:
+    """Rank 1 fails in its own code before its second batch; the others go on, or have ended."""
+    engine = zs.Engine(nn.Linear(5, 1), OPTIMIZERS["sgd"], zs.Plan(zero=2, transport="network"), mesh=mesh)
+
+    def run() -> None:
+        with engine.join():
+            for step in range(3 if mesh.rank == 1 else batches):
+                if mesh.rank == 1 and step == 1:
+                    raise ValueError("line 7 of rows.jsonl does not parse")
+                engine.backward(engine(torch.ones(2, 5)).mean())
+                engine.step()
+
+    return error_of(run)
+
+
+@pytest.mark.parametrize("batches", [1, 3])
+def test_an_error_of_one_rank_ends_all(pool: Pool, batches: int) -> None:
+    said = "ValueError: line 7 of rows.jsonl does not parse"
+    first, second, third = pool.run(failing, 3, batches)
+    assert second == said
+    for other in (first, third):
+        assert other.startswith(f"CommError: Rank 1 failed inside of engine.join(): {said}.")
+
+
 def of_experts(mesh: zs.Mesh) -> str:
     engine = zs.Engine(build("MixingTied"), OPTIMIZERS["sgd"], zs.Plan(zero=2, expert_parallel=2), mesh=mesh)
     return error_of(engine.join().__enter__)

@@ -9,7 +9,7 @@ over; buffers and random numbers are put back at the end.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, Protocol
 
 import torch
@@ -19,12 +19,13 @@ from torch.utils._pytree import tree_leaves
 from zeroshard.checkpoint import rng
 from zeroshard.checkpoint.facts import plain, setting
 from zeroshard.comm.collectives import Comm
-from zeroshard.errors import CommError, PlanError
+from zeroshard.errors import CommError, PlanError, ZeroshardError
 from zeroshard.optim.states.whole_states import NAMES, decoded, encoded
 from zeroshard.step.backward import Backward
 from zeroshard.step.losses import Loss, Unjoined
 
 END = "end"  # the call of a rank without batches
+FAILED = "failed"  # of one whose own code raised an error
 LABEL = "engine.join()"
 ON_BATCHES = ("__call__", "train_step")
 Frame = Mapping[str, Any]
@@ -106,12 +107,23 @@ class Joins(Unjoined):
             raise PlanError(f"engine.join() was entered {when}. Put one around the whole loop, between two steps.")
         self._backward.weighs, self._own, engine._joins = True, 0, self
         try:
-            yield
+            try:
+                yield
+            except Exception as error:
+                self._fail(error)
+                raise
             self._repeat(engine)
         finally:
             self._backward.weighs, engine._joins = False, Unjoined()
             self._example = None
             self._outputs.clear()
+
+    def _fail(self, error: Exception) -> None:
+        """Send an error of the user's own code to the other ranks; errors of zeroshard are raised there as well."""
+        if not isinstance(error, ZeroshardError):
+            why = f"{type(error).__name__}: {error}".partition("\n")[0]
+            with suppress(ZeroshardError):  # a rank that is in a collective call does not listen
+                self._world.agree_on({"call": FAILED, "why": why}, LABEL)
 
     def _repeat(self, engine: Joined) -> None:
         """Repeat the calls of ranks with batches until there are none."""
@@ -165,8 +177,14 @@ class Joins(Unjoined):
         """The call of the ranks with batches; None if there are none.
 
         Raises:
-            CommError: they make different ones.
+            CommError: they make different ones, or one has failed.
         """
+        for rank, theirs in enumerate(everyone):
+            if theirs["call"] == FAILED:
+                raise CommError(
+                    f"Rank {rank} failed inside of engine.join(): {theirs['why']}. Its log has the trace; mend that, "
+                    f"and start all ranks again."
+                )
         calls = {rank: theirs for rank, theirs in enumerate(everyone) if theirs["call"] != END}
         first, *others = [*calls] or [0]
         for rank in others:
@@ -256,7 +274,7 @@ class JoinAccess:
 
         Raises:
             PlanError: the plan is one of stages that update alone, or of experts over ranks; or a step is under way.
-            CommError: ranks with batches make different calls.
+            CommError: ranks with batches make different calls, or another rank has failed inside.
         """
         return self._join.within(self)  # type: ignore[arg-type]
 
