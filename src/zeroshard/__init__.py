@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from zeroshard.precision.policy import LossScale
     from zeroshard.recompute.policy import Activations
     from zeroshard.resilience import Checkpoints, Guard
+    from zeroshard.step.batch import Microbatches
     from zeroshard.tensor.policy import TensorParallel
     from zeroshard.verification import Verification, verify
 else:
@@ -60,6 +61,7 @@ else:
         "StepResult": "engine",
         "Trace": "engine",
         "Mesh": "comm.mesh",
+        "Microbatches": "step.batch",
         "init_mesh": "comm.mesh",
         "ExpertParallel": "moe.policy",
         "LossScale": "precision.policy",
@@ -117,6 +119,7 @@ __all__ = [
     "Guard",
     "LossScale",
     "Mesh",
+    "Microbatches",
     "ModelError",
     "NonFiniteError",
     "Offload",

@@ -1,6 +1,8 @@
 """Microbatches, calls with a batch, and the loss in an output."""
 
+import copy
 from collections import OrderedDict
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -8,7 +10,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor, nn
 
+import zeroshard as zs
 from zeroshard.errors import BatchError
 from zeroshard.step.batch import call_with, loss_in, microbatches
 
@@ -110,3 +114,34 @@ def test_the_loss_keeps_its_graph() -> None:
 def test_no_loss_to_be_found(output: Any, found: str) -> None:
     with pytest.raises(BatchError, match=f"{found}.*loss="):
         loss_in(output)
+
+
+class Images(nn.Module):
+    """Means over each image's patches, which come in one tensor for all images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 2)
+
+    def forward(self, patches: Tensor, counts: Tensor) -> Tensor:
+        image = torch.repeat_interleave(torch.arange(len(counts)), counts)
+        sums = torch.zeros(len(counts), 2).index_add(0, image, self.inner(patches))
+        return (sums / counts[:, None]).square().mean()
+
+
+def test_microbatches_that_the_caller_cut() -> None:
+    torch.manual_seed(0)
+    parts = [(torch.randn(5, 3), torch.tensor([2, 3])), (torch.randn(4, 3), torch.tensor([1, 3]))]
+    model = Images()
+    plain = copy.deepcopy(model)
+    engine = zs.Engine(model, partial(torch.optim.SGD, lr=0.1), zs.Plan(microbatches=2))
+    with pytest.raises(BatchError, match=r"Cut them yourself: train_step\(zs.Microbatches"):
+        engine.train_step((torch.cat([parts[0][0], parts[1][0]]), torch.cat([parts[0][1], parts[1][1]])))
+    found = engine.train_step(zs.Microbatches(parts))
+    loss = torch.stack([plain(*part) for part in parts]).mean()
+    loss.backward()
+    assert float(found.loss) == pytest.approx(loss.item())
+    for (name, one), other in zip(engine.state_dict().items(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other.detach() - 0.1 * other.grad, msg=name)
+    with pytest.raises(BatchError, match=r"has 1 parts and the plan microbatches=2; give 2"):
+        engine.train_step(zs.Microbatches(parts[:1]))

@@ -109,6 +109,8 @@ class Joins(Unjoined):
         try:
             try:
                 yield
+            except ZeroshardError:  # which other ranks raise as well
+                raise
             except Exception as error:
                 self._fail(error)
                 raise
@@ -119,11 +121,10 @@ class Joins(Unjoined):
             self._outputs.clear()
 
     def _fail(self, error: Exception) -> None:
-        """Send an error of the user's own code to the other ranks; errors of zeroshard are raised there as well."""
-        if not isinstance(error, ZeroshardError):
-            why = f"{type(error).__name__}: {error}".partition("\n")[0]
-            with suppress(ZeroshardError):  # a rank that is in a collective call does not listen
-                self._world.agree_on({"call": FAILED, "why": why}, LABEL)
+        """Send an error of the user's own code to the other ranks."""
+        why = f"{type(error).__name__}: {error}".partition("\n")[0]
+        with suppress(ZeroshardError):  # a rank that is in a collective call does not listen
+            self._world.agree_on({"call": FAILED, "why": why}, LABEL)
 
     def _repeat(self, engine: Joined) -> None:
         """Repeat the calls of ranks with batches until there are none."""

@@ -1,6 +1,7 @@
 """Batches cut into microbatches, and the loss in a model's output."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -12,12 +13,37 @@ from zeroshard.step.losses import Loss
 from zeroshard.units.hooks import map_tensors, tensors_of
 
 
+@dataclass(frozen=True)
+class Microbatches:
+    """The microbatches of one step, cut by the caller, where tensors of a batch have unlike first dimensions.
+
+    Patches of all images in one tensor (Qwen2-VL) and rows packed into one are such. Means count alike.
+    """
+
+    parts: Sequence[Any]
+    """A batch for each of `plan.microbatches`, as `train_step` takes them."""
+
+    def of(self, count: int) -> list[Any]:
+        """The parts.
+
+        Raises:
+            BatchError: their number is not `count`.
+        """
+        if len(self.parts) != count:
+            raise BatchError(
+                f"zs.Microbatches has {len(self.parts)} parts and the plan microbatches={count}; give {count}."
+            )
+        return list(self.parts)
+
+
 def microbatches(batch: Any, count: int) -> list[Any]:
     """Cut every tensor of a batch, in dataclasses too, along its first dimension into `count` even parts.
 
     Raises:
         BatchError: a tensor whose first dimension does not divide, or no tensor at all.
     """
+    if isinstance(batch, Microbatches):
+        return batch.of(count)
     if count == 1:
         return [batch]
     size = _common_size(batch)
@@ -35,6 +61,8 @@ def uneven_microbatches(batch: Any, count: int) -> list[tuple[Any, float]]:
     Raises:
         BatchError: fewer rows than microbatches, or tensors of unlike first dimensions.
     """
+    if isinstance(batch, Microbatches):
+        return [(part, 1 / count) for part in batch.of(count)]
     if count == 1:
         return [(batch, 1.0)]
     size = _common_size(batch)
@@ -70,7 +98,8 @@ def _common_size(batch: Any) -> int:
     sizes = {tensor.shape[0] if tensor.dim() else 0 for tensor in tensors_of(batch)}
     if len(sizes) != 1:
         raise BatchError(
-            f"The batch's tensors have the first dimensions {sorted(sizes)}; microbatches need one common size to cut."
+            f"The batch's tensors have the first dimensions {sorted(sizes)}; microbatches need one common size to "
+            f"cut. Cut them yourself: train_step(zs.Microbatches([...]))."
         )
     return int(sizes.pop())
 

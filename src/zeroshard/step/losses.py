@@ -26,10 +26,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from zeroshard.errors import BatchError, NonFiniteError
 from zeroshard.step.context import context
+from zeroshard.units.hooks import tensors_of
 
 BY_MEAN, BY_SUM = 1, 2
 FIRST_COUNT = 1024.0  # of each data rank, before the first step with counts
@@ -326,12 +326,11 @@ class SameBatches:
         """Add a batch of this rank to the checksum."""
         if not self.watched:
             return
-        for leaf in tree_leaves(batch):
-            if isinstance(leaf, Tensor):
-                self._shapes = zlib.crc32(f"{list(leaf.shape)} {leaf.dtype}".encode(), self._shapes)
-                total = _sum(leaf.detach())
-                if type(total) is Tensor and not total.is_meta:  # neither a rehearsal's nor a plan's
-                    self._sums[total.device] = self._sums.get(total.device, 0) * FACTOR + total
+        for leaf in tensors_of(batch):
+            self._shapes = zlib.crc32(f"{list(leaf.shape)} {leaf.dtype}".encode(), self._shapes)
+            total = _sum(leaf.detach())
+            if type(total) is Tensor and not total.is_meta:  # neither a rehearsal's nor a plan's
+                self._sums[total.device] = self._sums.get(total.device, 0) * FACTOR + total
 
     def read(self) -> tuple[int, ...]:
         """The checksum of the step so far; nothing where no ranks are compared. Waits for the device."""
