@@ -12,12 +12,16 @@ from promises.stacks import Stack, numel_of_block, rows
 import zeroshard as zs
 
 STAGES, STEPS, MICROBATCHES = 4, 2, 4  # which fill the pipeline
+TRIES = 4
 INNER = (64, 256)
 SCHEDULES = ("1f1b", "pipedream", "2bw")
 
 
 def per_parameter(mesh: zs.Mesh, schedule: Any) -> float:
-    """The most bytes in steps of the pipeline once it is full, for each parameter of this stage."""
+    """The most bytes in steps of the pipeline once it is full, for each parameter of this stage.
+
+    A thread of gloo may hold a message a little after its end, so the least of several tries counts.
+    """
     pipeline = zs.Pipeline(STAGES, schedule=schedule, balance="parameters")
     plan = zs.Plan(zero=0, transport="network", pipeline_parallel=pipeline, microbatches=MICROBATCHES, recompute="off")
     most = []
@@ -27,11 +31,14 @@ def per_parameter(mesh: zs.Mesh, schedule: Any) -> float:
             engine = zs.Engine(model, partial(torch.optim.SGD, lr=1e-3), plan, mesh=mesh, example=rows(1))
             for _ in range(STEPS):
                 engine.train_step(rows(MICROBATCHES))
-            alive.restart()
-            for _ in range(STEPS):
-                engine.train_step(rows(MICROBATCHES))
+            found = []
+            for _ in range(TRIES):
+                alive.restart()
+                for _ in range(STEPS):
+                    engine.train_step(rows(MICROBATCHES))
+                found.append(alive.most)
             engine.flush()
-            most.append(alive.most)
+            most.append(min(found))
     return (most[1] - most[0]) / 2 / (numel_of_block(inner=INNER[1]) - numel_of_block(inner=INNER[0]))
 
 
