@@ -76,7 +76,7 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_dropout_of_a_configuration_is_not_overridden_in_silence(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"dropout of 0\.1.*config\.json"):
+    with pytest.raises(ModelError, match=r"--dropout 0\.1 is for built-in models.*config\.json"):
         build_model(folder(tmp_path, GPT2), 256, 32, dropout=0.1)
 
 
