@@ -183,8 +183,8 @@ class Joins(Unjoined):
         for rank, theirs in enumerate(everyone):
             if theirs["call"] == FAILED:
                 raise CommError(
-                    f"Rank {rank} failed inside of engine.join(): {theirs['why']}. Its log has the trace; mend that, "
-                    f"and start all ranks again."
+                    f"Rank {rank} failed inside of engine.join(): {theirs['why']}. Its log has the trace; correct "
+                    f"the cause, and start all ranks again."
                 )
         calls = {rank: theirs for rank, theirs in enumerate(everyone) if theirs["call"] != END}
         first, *others = [*calls] or [0]
