@@ -4,6 +4,7 @@ Benchmarks over many families import it; nothing is downloaded.
 """
 
 import inspect
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -180,3 +181,29 @@ def batch(model: nn.Module, step: int) -> dict[str, Tensor]:
     named = inspect.signature(model.forward).parameters
     more = {"decoder_input_ids": tokens.flip(1)} if "decoder_input_ids" in named else {}
     return {"input_ids": tokens, "labels": labels, **more}
+
+
+def weights_of(plain: nn.Module) -> dict[str, Tensor]:
+    """A copy of a model's weights."""
+    return {name: parameter.detach().clone() for name, parameter in plain.named_parameters()}
+
+
+def distance(difference: float) -> float:
+    """The size of a difference; infinite if it is no number, which `max` would pass over."""
+    return math.inf if math.isnan(difference) else abs(difference)
+
+
+def furthest(
+    state: Mapping[str, Tensor], plain: nn.Module, before: Mapping[str, Tensor]
+) -> tuple[str, float, float, float]:
+    """The weight that is furthest from that of a plain loop after its step.
+
+    Returns:
+        its name and distance, infinite if it is no number; the furthest that a weight has moved in the step; and the
+        largest weight.
+    """
+    after = {name: p.detach() for name, p in plain.named_parameters() if p.numel()}
+    errors = {name: distance(float((state[name] - p).abs().max())) for name, p in after.items()}
+    worst = max(errors, key=lambda name: errors[name])
+    moved = max(float((p - before[name]).abs().max()) for name, p in after.items())
+    return worst, errors[worst], moved, max(float(p.abs().max()) for p in after.values())

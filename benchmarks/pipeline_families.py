@@ -224,7 +224,7 @@ def compared(engine: Any, plain: Any, name: str) -> dict[str, Any]:
     far: dict[str, Any] = {"losses": 0.0}
     for step in range(STEPS):
         parts = [batch(name, plain, MICROBATCHES * step + n) for n in range(MICROBATCHES)]
-        before = {key: p.detach().clone() for key, p in plain.named_parameters()}
+        before = families.weights_of(plain)
         expected = 0.0
         for part in parts:
             loss = plain(**part).loss / MICROBATCHES
@@ -233,15 +233,11 @@ def compared(engine: Any, plain: Any, name: str) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
         found = engine.train_step(zs.Microbatches(parts)).loss
-        far["losses"] = max(far["losses"], abs(expected - float(found)) / max(1.0, abs(expected)))
+        far["losses"] = max(far["losses"], families.distance(expected - float(found)) / max(1.0, abs(expected)))
         if step in (0, STEPS - 1):
-            state, after = engine.state_dict(), dict(plain.named_parameters())
-            errors = {key: float((state[key] - p).abs().max()) for key, p in after.items() if p.numel()}
-            moved = max(float((p - before[key]).detach().abs().max()) for key, p in after.items() if p.numel())
-            largest = max(float(p.detach().abs().max()) for p in after.values() if p.numel())
+            worst, error, moved, largest = families.furthest(engine.state_dict(), plain, before)
             kind, scale = ("gradients", max(RATE, moved)) if step == 0 else ("weights", max(1.0, largest))
-            values = [error if error == error else float("inf") for error in errors.values()]
-            far |= {kind: max(values) / scale, f"worst of {kind}": [*errors][values.index(max(values))]}
+            far |= {kind: error / scale, f"worst of {kind}": worst}
     return far
 
 

@@ -101,22 +101,19 @@ def compared(engine: Any, plain: Any) -> dict[str, Any]:
     for step in range(STEPS):
         batch = families.batch(plain, step)
         expected, found = plain(**batch).loss, engine(**batch).loss
-        before = {name: p.detach().clone() for name, p in plain.named_parameters()}
+        before = families.weights_of(plain)
         expected.backward()
         optimizer.step()
         optimizer.zero_grad()
         engine.backward(found)
         engine.step()
-        far["losses"] = max(far["losses"], abs(float(expected) - float(found)) / max(1.0, abs(float(expected))))
+        far["losses"] = max(
+            far["losses"], families.distance(float(expected) - float(found)) / max(1.0, abs(float(expected)))
+        )
         if step in (0, STEPS - 1):
-            state = engine.state_dict()
-            after = dict(plain.named_parameters())
-            errors = {name: float((state[name] - p).abs().max()) for name, p in after.items() if p.numel()}
-            worst = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else float("inf"))
-            moved = max(float((p - before[name]).detach().abs().max()) for name, p in after.items() if p.numel())
-            largest = max(float(p.detach().abs().max()) for p in after.values() if p.numel())
+            worst, error, moved, largest = families.furthest(engine.state_dict(), plain, before)
             kind, scale = ("gradients", max(RATE, moved)) if step == 0 else ("weights", max(1.0, largest))
-            far |= {kind: errors[worst] / scale, f"worst of {kind}": worst}
+            far |= {kind: error / scale, f"worst of {kind}": worst}
     return far
 
 
