@@ -59,7 +59,8 @@ class Crossing:
         last = {source: -1 if layer == math.inf else int(layer) for source, layer in origins.last_read.items()}
         unique = sorted({tuple(sorted(group)) for group in groups.values()})
         named = [[(source, origins.layer_of[source], last[source]) for source in group] for group in unique]
-        return cls(named, examples, origins.asides, origins.leaves)
+        crossing = [group for group in named if any(read < 0 or read > made for _, made, read in group)]
+        return cls(crossing, examples, origins.asides, origins.leaves)
 
     def plain(self) -> list[Any]:
         """The groups as JSON values."""
