@@ -217,7 +217,7 @@ class LearnedValues(_FrameFunctions):
 
         Args:
             suffix: the number of the last layer.
-            by_key: whether activations are found by key in any case, as where a block runs by_key times.
+            by_key: whether activations are found by key in any case, as where a block runs several times.
         """
         last = dict(self.last_read)
         at_end = self.entered.get(suffix, [])
