@@ -103,3 +103,9 @@ def merged(counts: Iterable[Mapping[Purpose, Count]]) -> dict[Purpose, Count]:
         for purpose, count in each.items():
             total.setdefault(purpose, Count()).add(count)
     return total
+
+
+def seconds_waited(counts: Iterable[Mapping[Purpose, Count]]) -> float:
+    """Seconds for which a rank waited for others, in several `Comm.counts`."""
+    every = (item for each in counts for item in each.items())
+    return sum(count.seconds for purpose, count in every if purpose not in BETWEEN_TIERS)

@@ -95,6 +95,7 @@ def test_default_run_on_two_ranks_leaves_a_whole_run_folder(tmp_path: Path) -> N
     assert {name: len(values) for name, values in lines[-1]["ranks"].items()} == {
         "busy_seconds": 2, "rss_bytes": 2, "memory_bytes": 2,
     }  # fmt: skip
+    assert all(seconds > 0 for line in lines for seconds in line["ranks"]["busy_seconds"])
     assert lines[-1]["loss"] < lines[0]["loss"] - 1
     assert summary["validation_bits_per_byte"] < 6
     memory = {row["category"]: row for row in summary["memory"]}

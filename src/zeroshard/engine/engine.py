@@ -72,7 +72,7 @@ from zeroshard.step.sequence import (
 )
 from zeroshard.step.trace import Trace, traced
 from zeroshard.text import parse_bytes
-from zeroshard.traffic import BETWEEN_TIERS, Count, Purpose, merged
+from zeroshard.traffic import Count, Purpose, merged, seconds_waited
 from zeroshard.units.compiling import compile_blocks
 from zeroshard.units.forwards import layers_of
 from zeroshard.units.hooks import Hook
@@ -741,8 +741,8 @@ class Engine(GradientAccess, JoinAccess, MethodAccess, RebuildAccess):
 
     @property
     def seconds_waiting(self) -> float:
-        """Seconds for which this rank waited for other ranks in the last step."""
-        return sum(count.seconds for purpose, count in merged(self._sent).items() if purpose not in BETWEEN_TIERS)
+        """Seconds for which this rank waited for other ranks in the last step, and since the step before it."""
+        return seconds_waited(self._sent)
 
     @property
     def speculation_counts(self) -> SpeculationCounts:

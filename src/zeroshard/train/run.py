@@ -22,6 +22,7 @@ from zeroshard.errors import BudgetExceeded, CheckpointWarning, NonFiniteError, 
 from zeroshard.planner.search.text import short
 from zeroshard.platform.accelerator import total_memory
 from zeroshard.resilience import Stragglers
+from zeroshard.traffic import seconds_waited
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.fitting import with_plan_that_fits
 from zeroshard.train.folder import RunFolder
@@ -275,13 +276,14 @@ class Run:
         """One step on this rank's part of the samples."""
         config, engine = self.config, self.engine
         began = time.perf_counter()
+        earlier = seconds_waited(comm.counts for comm in engine.comms)  # since the last step: validation, agreements
         rate = learning_rate(config, step)
         for group in engine.optimizer.param_groups:
             group["lr"] = rate
         rows = self.data.rows(samples, engine.data_rank, engine.data_ranks).to(self.engine.mesh.device)
         result, loss = self._train_step(step, self.built.batch(rows.tokens, rows.labels))
         elapsed = time.perf_counter() - began
-        done = self._agree(step, loss, elapsed - engine.seconds_waiting)
+        done = self._agree(step, loss, elapsed - (engine.seconds_waiting - earlier))
         if done.loss is None:
             return done
         if not math.isfinite(done.loss) and config.plan.nonfinite == "raise" and self.keeping.guard is None:
