@@ -1,5 +1,6 @@
 """Files that do not fit a model: one sentence for each, with the file, the tensor and the way out; and new parts."""
 
+import importlib.util
 import json
 import re
 import shutil
@@ -176,8 +177,16 @@ WRONG: dict[str, tuple[str, Change, str]] = {  # family, change of its folder, t
 WRONG_MODELS: dict[str, tuple[Change, str]] = {
     "no configuration": (lambda path: (path / "config.json").unlink(), "has no config.json; give the folder"),
     "an unknown class": (configured(architectures=["Unheard"]), "names Unheard, which transformers does not have"),
-    "weights of another method": (
-        configured(quantization_config={"quant_method": "mxfp4"}), "quantised by mxfp4, which is not read"
+    **{
+        f"weights of {method}": (
+            configured(quantization_config={"quant_method": method, "bits": 4}),
+            rf"quantised by {method}, which is not read; .*from which they were made",
+        )
+        for method in ("awq", "gptq", "auto-round", "torchao")
+    },
+    "4-bit weights of compressed-tensors": (
+        configured(quantization_config={"quant_method": "compressed-tensors", "format": "pack-quantized"}),
+        r"quantised by compressed-tensors \(pack-quantized\), which is not read.*CompressedTensorsConfig\(deq",
     ),
 }  # fmt: skip
 
@@ -287,6 +296,30 @@ def test_scaled_8_bit_weights_are_multiplied_out(tmp_path: Path, shape: tuple[in
     configured(quantization_config={"quant_method": "fp8", "weight_block_size": [10, 16]})(path)
     factors = scale.reshape(-1, 1).repeat_interleave(20 // max(1, scale.numel()), 0) if scale.numel() > 1 else scale
     assert torch.equal(load(path).state_dict()[name], stored.float() * factors)
+
+
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.int8])
+def test_8_bit_weights_of_compressed_tensors(tmp_path: Path, kind: torch.dtype) -> None:
+    """One factor per row beside floating-point or whole-number codes, whose zero may be given as 0."""
+    name = "model.layers.1.mlp.down_proj.weight"
+    stored = (made("llama").state_dict()[name] * 100).to(kind)
+    scale = torch.rand((len(stored), 1), generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    points, beside = torch.zeros(scale.shape, dtype=torch.int8), {f"{name}_scale": scale}
+    path = copied(
+        "llama", tmp_path, changed(lambda t: t.update({name: stored, **beside, f"{name}_zero_point": points}))
+    )
+    settings = {"quant_method": "compressed-tensors", "format": "int-quantized", "quantization_status": "compressed"}
+    configured(quantization_config=settings)(path)
+    whole = stored.float() * scale.float()
+    assert torch.equal(load(path).state_dict()[name], whole)
+    if importlib.util.find_spec("bitsandbytes"):
+        quantize = importlib.import_module("bitsandbytes").functional.quantize_4bit
+        trained = lambda ps: torch.optim.SGD([p for p in ps if p.requires_grad], lr=0.1)  # noqa: E731
+        codes = zs.from_pretrained(path, trained, quantized="nf4").state_dict()[name]
+        assert torch.equal(codes, quantize(whole, quant_type="nf4", compress_statistics=True)[0])
+    changed(lambda t: t.update({f"{name}_zero_point": points + 3}))(path)
+    with pytest.raises(CheckpointError, match=rf"'{name}' in codes whose zeros are in '{name}_zero_point'"):
+        load(path)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

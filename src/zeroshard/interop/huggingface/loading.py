@@ -14,8 +14,10 @@ from zeroshard.comm.mesh import Mesh, shared_mesh
 from zeroshard.engine import Engine
 from zeroshard.engine.engine import LossFunction
 from zeroshard.errors import CheckpointError, ModelError, ZeroshardError
+from zeroshard.interop.huggingface.conversion import pretrained_part
 from zeroshard.interop.huggingface.pretrained import PretrainedValues
 from zeroshard.interop.huggingface.quantized import package, quantise
+from zeroshard.interop.huggingface.scaled import quantisation_of
 from zeroshard.plan import Plan
 from zeroshard.precision.cast import Precision
 from zeroshard.text import format_bytes
@@ -115,10 +117,11 @@ def _opened(
             f"looked up: download the folder first."
         )
     built = model if isinstance(model, nn.Module) else build(path, model, options.get("dtype"))
+    stored = quantisation_of(getattr(pretrained_part(built)[1], "config", None))
     quantise(built, path, options.get("quantized"), Precision.named(plan.precision).compute)
     if options.get("adapters") is not None:
         built = package("peft", "adapters=", "peft").get_peft_model(built, options["adapters"])
-    return built, PretrainedValues(path, built, options.get("strict", True), missing)
+    return built, PretrainedValues(path, built, options.get("strict", True), missing, stored)
 
 
 def build(folder: Path, kind: type | None, dtype: torch.dtype | str | None = None) -> nn.Module:

@@ -21,8 +21,9 @@ from zeroshard.checkpoint.weights import LoadReport, Shards, files_of
 from zeroshard.errors import CheckpointError, ModelError
 from zeroshard.interop.huggingface.conversion import model_tensors, pretrained_part
 from zeroshard.interop.huggingface.lazy import ConvertedTensor, LazyTensor, StoredTensor, whole_of
-from zeroshard.interop.huggingface.quantized import METHOD, by_own_names, quantised_tensors
-from zeroshard.interop.huggingface.scaled import ScaledShards
+from zeroshard.interop.huggingface.mxfp4 import with_microscaled
+from zeroshard.interop.huggingface.quantized import by_own_names, quantised_tensors
+from zeroshard.interop.huggingface.scaled import ScaledShards, quantisation_of
 from zeroshard.text import format_names
 from zeroshard.units.adapters import base_names
 from zeroshard.units.materialise import is_absent
@@ -105,6 +106,7 @@ class PretrainedValues:
         model: on the meta device.
         strict: whether the files may hold nothing else.
         missing: whether tensors without a value are initialised.
+        quantisation: of `quantisation_of`, of the files; by default as the model's configuration says.
 
     Attributes:
         report: what was read, and what was not.
@@ -113,13 +115,21 @@ class PretrainedValues:
         CheckpointError: the files cannot be read, or are of another model.
     """
 
-    def __init__(self, path: Path, model: nn.Module, strict: bool, missing: Literal["refuse", "initialise"]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        model: nn.Module,
+        strict: bool,
+        missing: Literal["refuse", "initialise"],
+        quantisation: Mapping[str, Any] | None = None,
+    ) -> None:
         self._path, self._model = path, model
         _, self._part = pretrained_part(model)
         self._config = getattr(self._part, "config", None)
         self._shards = Shards(path, files_of(path))
-        scaled = ScaledShards(self._shards, _quantisation(self._config))
+        scaled = ScaledShards(self._shards, quantisation_of(self._config) if quantisation is None else quantisation)
         stored = {name: StoredTensor(scaled, name, scaled.dtype(name)) for name in scaled.shapes}
+        stored = with_microscaled(stored, self._shards)
         self._wanted = Wanted.of(model)
         self._tensors = model_tensors(model, by_own_names(stored))
         self._tensors.tensors = quantised_tensors(model, self._tensors.tensors)
@@ -307,23 +317,6 @@ def _sample(shape: Shape) -> Iterator[Box]:
 
 def _fits(name: str, patterns: Iterable[re.Pattern[str]]) -> bool:
     return any(pattern.search(name) for pattern in patterns)
-
-
-def _quantisation(config: Any) -> Mapping[str, Any]:
-    """The configuration of quantised weights, as a mapping; empty if there is none.
-
-    Raises:
-        ModelError: of a method that is not read.
-    """
-    found = getattr(config, "quantization_config", None)
-    table: Mapping[str, Any] = found if isinstance(found, Mapping) else found.to_dict() if found is not None else {}
-    method = str(getattr(table.get("quant_method", "fp8"), "value", table.get("quant_method", "fp8")))
-    if method not in ("fp8", "fbgemm_fp8", METHOD):
-        raise ModelError(
-            f"The weights are quantised by {method}, which is not read. Give the weights that were quantised, or write "
-            f"them with transformers: AutoModel.from_pretrained(..., dtype=...).dequantize().save_pretrained(...)."
-        )
-    return table
 
 
 def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -87,7 +87,7 @@ def settings_of(model: nn.Module, given: Any, compute: torch.dtype | None) -> An
     held = METHOD in str(table.get("quant_method", ""))
     if given is None and not held:
         return None
-    if given is not None and stored is not None:
+    if given is not None and held:
         raise ModelError(
             f"quantized={given!r} is for files of floating-point weights, and the configuration says that these are "
             f"quantised already ({table.get('quant_method')}). Leave quantized out."
