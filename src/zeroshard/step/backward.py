@@ -113,6 +113,8 @@ class Reductions:
 
     def learn(self) -> None:
         """End a step: expect in the next each parameter reached in any step so far, even without a gradient."""
+        if self._past == self._all:
+            return
         written = [[either(g.written_in_step, bytes(g.arrived)) for g in of_unit] for of_unit in self._gradients]
         if self._past is not None and written != self._past:
             units = zip(self._past, written, strict=True)
@@ -181,11 +183,13 @@ class Reductions:
             big, arrived = gradients.first_small, gradients.arrived
             if big and not _covers(arrived[:big], flags[:big]):
                 return False
-            if len(gradients.shown.fresh) < sum(flags[big:]) - sum(arrived[big:]):
+            if len(gradients.shown.fresh) < flags.count(1, big) - arrived.count(1, big):
                 return False  # small ones are collected at once
-        for gradients in of_unit:
+        for gradients, flags in zip(of_unit, wanted, strict=True):
             gradients.collect()
-        return all(_covers(gradients.arrived, flags) for gradients, flags in zip(of_unit, wanted, strict=True))
+            if not _covers(gradients.arrived, flags):
+                return False
+        return True
 
 
 class Backward:
@@ -196,6 +200,7 @@ class Backward:
         reduces: whether a backward reduces its gradients; `no_sync` turns it off.
         under_scale: whether the engine multiplied the loss of the backward under way.
         losses: of those backwards.
+        gradients: of all units, in their fixed order.
         weighs: whether losses are weighed by their counts alone, in `join`.
     """
 
@@ -218,6 +223,7 @@ class Backward:
         self._count = 0
         self.losses = losses
         self._gradients: list[list[BufferedGradients]] = []
+        self.gradients: list[BufferedGradients] = []
         self._only_trainable: list[bool] = []
         self._unit_of: dict[int, int] = {}
         self.reductions = Reductions([], None, listed=True)  # until the gradients are known
@@ -236,11 +242,6 @@ class Backward:
         """Count from 0 again, since the gradients were used or dropped."""
         self._count = 0
         self.losses.clear()
-
-    @property
-    def gradients(self) -> list[BufferedGradients]:
-        """The gradients of all units, in their fixed order."""
-        return [g for gradients in self._gradients for g in gradients]
 
     @contextmanager
     def local(self) -> Iterator[None]:
@@ -404,6 +405,7 @@ def receive_from(backward: Backward, parts: Parts) -> None:
         [cast(BufferedGradients, part.gradients) for part in of_unit if part.gradients is not None]
         for of_unit in parts.of_units
     ]
+    backward.gradients = [g for of_unit in backward._gradients for g in of_unit]
     grace = GRACE if backward._gatherer.passes else None
     backward.reductions = Reductions(backward._gradients, grace, backward._listed)
     backward._only_trainable = [all(part.flat.trainable for part in of_unit) for of_unit in parts.of_units]

@@ -12,6 +12,7 @@ import copy
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import is_
 from typing import Any
 
 import torch
@@ -107,12 +108,15 @@ class OneStep:
 
     def call(self) -> None:
         """Call `step` once."""
-        before, everything = self._numbers(), list(map(dict, self._tables()))
+        before = list(map(dict, self._tables()))
         self._optimizer.step()
-        after = self._numbers()
-        if after != before:
+        if all(map(_same, self._tables(), before)):
+            return
+        after = list(map(_numbers, self._tables()))
+        if after != list(map(_numbers, before)):
             self._left = after
-            for table, numbers, kept in zip(self._tables(), before, everything, strict=True):
+            for table, kept in zip(self._tables(), before, strict=True):
+                numbers = _numbers(kept)
                 for key in [key for key, value in table.items() if _is_number(value) and key not in numbers]:
                     table[key] = kept.get(key)
                     if key not in kept:
@@ -125,12 +129,18 @@ class OneStep:
         for table, numbers in zip(self._tables(), left or (), strict=False):
             table.update(numbers)
 
-    def _numbers(self) -> Numbers:
-        return [{key: value for key, value in table.items() if _is_number(value)} for table in self._tables()]
-
     def _tables(self) -> Iterator[dict[str, Any]]:
         yield vars(self._optimizer)
         yield from self._optimizer.param_groups
+
+
+def _same(table: dict[str, Any], kept: dict[str, Any]) -> bool:
+    """Whether a table has the same objects under the same keys, in the order that it had."""
+    return [*table] == [*kept] and all(map(is_, table.values(), kept.values()))
+
+
+def _numbers(table: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in table.items() if _is_number(value)}
 
 
 def _is_number(value: Any) -> bool:
@@ -366,11 +376,12 @@ class SpanOptimizer:
         states = dict.fromkeys(self._tiers, 0)
         scalars = dict.fromkeys(("device", "host"), 0)
         for tier, span in ((tier, s) for tier, spans in zip(self._tiers, self._spans, strict=True) for s in spans):
-            for value in tree_leaves(dict(self.held.states.get(span.tensor, {}))):
-                if isinstance(value, torch.Tensor):
-                    scalar = value.dim() == 0
-                    states[tier] += 0 if scalar else value.nbytes
-                    scalars[tier or "host"] += value.nbytes if scalar else 0
+            for value in self.held.states.get(span.tensor, {}).values():
+                for leaf in (value,) if isinstance(value, torch.Tensor) else tree_leaves(value):
+                    if isinstance(leaf, torch.Tensor):
+                        scalar = leaf.dim() == 0
+                        states[tier] += 0 if scalar else leaf.nbytes
+                        scalars[tier or "host"] += leaf.nbytes if scalar else 0
         for tier, nbytes in states.items():
             if tier is not None and nbytes > self._states_bytes[tier]:
                 more = nbytes - self._states_bytes[tier]
