@@ -128,3 +128,48 @@ def test_a_train_step_that_raised_leaves_no_gradients() -> None:
         engine.train_step((inputs(0, 0, 1),))
         weights.append(list(engine.state_dict().values()))
     assert all(map(torch.equal, *weights))
+
+
+class Branches(nn.Module):
+    """A branch for each rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches, self.last = nn.ModuleList([net() for _ in range(2)]), nn.Linear(1, 1)
+
+    def forward(self, x: torch.Tensor, branch: int) -> torch.Tensor:
+        output: torch.Tensor = self.last(self.branches[branch](x))
+        return output
+
+
+ALL = {
+    **{way: WAYS[way] for way in ("model.zero_grad", "to zeros")},
+    "optimizer to zeros": lambda engine: engine.optimizer.zero_grad(set_to_none=False),
+}
+
+
+def discarding_branches(mesh: zs.Mesh, ways: list[str], zero: int) -> list[dict[str, torch.Tensor]]:
+    """The weights after a step in which all gradients were taken away of a backward that used each rank's branch."""
+    found = []
+    for way in ways:
+        torch.manual_seed(0)
+        plan = zs.Plan(zero=zero, transport="network")
+        engine = zs.Engine(Branches(), partial(torch.optim.SGD, lr=0.1), plan, mesh=mesh)
+        engine.backward(engine(inputs(0, mesh.rank, 2), mesh.rank).square().mean())
+        ALL[way](engine if way == "optimizer to zeros" else engine.model)
+        engine.backward(engine(inputs(1, mesh.rank, 2), 1).square().mean())
+        engine.step()
+        found.append(engine.state_dict())
+    return found
+
+
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_gradients_that_one_rank_alone_had_are_gone_on_all(pool: Pool, zero: int) -> None:
+    torch.manual_seed(0)
+    model = Branches()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(inputs(1, 0, 1), 1).square().mean().backward()
+    optimizer.step()
+    for found in pool.run(discarding_branches, 2, list(ALL), zero):
+        for way, weights in zip(ALL, found, strict=True):
+            torch.testing.assert_close(weights, model.state_dict(), msg=lambda text, way=way: f"{way}: {text}")

@@ -113,3 +113,53 @@ def test_what_is_kept_beside_the_states_does_not_grow_with_depth(pool: Pool, zer
     for (few, least), (many, most) in zip(pool.run(alive, 2, zero, 3), pool.run(alive, 2, zero, 12), strict=True):
         states = {2: 4 + 4 / 2, 3: 4 / 2 + 4 / 2}[zero]  # bytes of a number: parameters and gradients
         assert abs(many - few - states * (most - least)) < 100 * 9  # and some numbers of each block
+
+
+class Branches(nn.Module):
+    """A branch for each rank: a matrix and a small parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList([Scaled() for _ in range(2)])
+        self.last = nn.Linear(1, 1)
+
+    def forward(self, x: Tensor, branch: int) -> Tensor:
+        return self.last(self.branches[branch](x).view(1, 1)).square().mean()
+
+
+def clipped(mesh: zs.Mesh, stages: list[int]) -> list[list[dict[str, Tensor]]]:
+    """The weights after steps in which each rank uses its own branch, and norms are asked for before the step."""
+    found = []
+    for zero in stages:
+        torch.manual_seed(0)
+        engine = zs.Engine(Branches(), SGD, zs.Plan(zero=zero, transport="network", nonfinite="skip"), mesh=mesh)
+        weights = []
+        for step in range(3):
+            engine.backward(engine(rows(), mesh.rank))
+            assert engine.gradient("branches.0.matrix.weight") is not None
+            if step == 1:
+                engine.clip_grad_norm(float("inf"))
+                engine.backward(engine(rows(), 0))
+            engine.clip_grad_norm(0.1)
+            engine.step()
+            weights.append(engine.state_dict())
+        found.append(weights)
+    return found
+
+
+def test_a_gradient_of_other_ranks_alone_is_there_after_a_norm(pool: Pool) -> None:
+    """The rank without it did not take it away by `p.grad = None`."""
+    torch.manual_seed(0)
+    model = Branches()
+    optimizer = SGD(model.parameters())
+    wanted = []
+    for step in range(3):
+        losses = [model(rows(), rank) / 2 for rank in range(2)] + [model(rows(), 0)] * (step == 1)
+        torch.stack(losses).sum().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        wanted.append({name: value.clone() for name, value in model.state_dict().items()})
+    for found in pool.run(clipped, 2, [0, 2, 3]):
+        for weights in found:
+            torch.testing.assert_close(weights, wanted)

@@ -25,7 +25,7 @@ from zeroshard.parts.weights import Gatherer, PassKind
 from zeroshard.step.context import Within
 from zeroshard.step.losses import BY_MEAN, StepLosses
 from zeroshard.zero.grad_attribute import unreadable
-from zeroshard.zero.gradients import BufferedGradients
+from zeroshard.zero.gradients import BufferedGradients, zero_all
 
 GRACE = 0.2  # longest wait for a reduction under ZeRO 3: waiting longer could block a gather of others
 
@@ -318,6 +318,8 @@ class Backward:
         left = any(written and n not in gone for g, gone in pairs for n, written in enumerate(g.written_in_step))
         if not left:
             self.losses.clear()
+            for gradients in self.gradients:
+                zero_all(gradients)
         labels = [gradients.flat.label for gradients in self.gradients]
         note_discard(self._comm, str(list(zip(labels, found, strict=True))) if left else "all gradients")
         return True

@@ -131,7 +131,7 @@ class ShownGradients:
         self.earlier = len(self.fresh)
 
     def hide(self, parameter: Tensor, number: int) -> None:
-        """Set `p.grad` of the big parameter `number`, whose gradient is in the buffer, to the placeholder."""
+        """Set `p.grad` of parameter `number`, whose gradient is in the buffer or of other ranks, to the placeholder."""
         self._show(parameter, number, self._held[number])
 
     def _show(self, parameter: Tensor, number: int, gradient: Tensor | None) -> None:

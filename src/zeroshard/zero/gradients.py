@@ -239,6 +239,8 @@ class BufferedGradients:
         for number, state in enumerate(self._states):
             if bool(state) != bool(written[number]):
                 self._states[number] = REDUCING if written[number] else EMPTY
+                if written[number] and not self.shown.opened:  # else `take_back` would find it taken away
+                    self.shown.hide(self.flat.parameters[number], number)
 
     @property
     def holds(self) -> bool:
@@ -460,3 +462,8 @@ def state_of(gradients: BufferedGradients, number: int) -> GradientState:
         return GradientState.LENT
     state = gradients._states[number]
     return GradientState.SUMMED if state == REDUCING and not gradients.reduction.in_flight else GradientState(state)
+
+
+def zero_all(gradients: BufferedGradients) -> None:
+    """Zero all gradients of a flat on this rank, those too that its sum holds of other ranks alone."""
+    gradients._zero(range(len(gradients.flat.parameters)))
