@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import zeroshard as zs
-from zeroshard.errors import BatchError, NonFiniteError, PlanError
+from zeroshard.errors import BatchError, PlanError
 
 ROWS, LENGTH, IGNORED = 24, 6, -100
 KINDS = ("padded", "packed", "unequal", "starved rank", "starved microbatch")
@@ -257,7 +257,6 @@ WRONG: dict[str, tuple[type[Exception], str]] = {
     "text": (BatchError, "The count of a loss is not a number on rank 1, and it must be the number of tokens or rows"),
     "nan": (BatchError, "The count of a loss is not a number on rank 1, and it must be"),
     "negative": (BatchError, "The count of a loss is -3 on rank 1, and it must be the number of tokens or rows"),
-    "zeros": (NonFiniteError, "were given by sum and their counts are 0 on all ranks together"),
     "mean": (BatchError, "by sum on rank 0 and by mean on rank 1; give all losses of a step by sum with their counts"),
     "plain": (BatchError, "by sum on rank 0, 1 and by mean on rank 0, 1; "),
 }
@@ -268,8 +267,6 @@ def wrong(mesh: zs.Mesh, name: str, stages: int) -> tuple[str, str, bool]:
 
     def loss_of(logits: Tensor, batch: Batch) -> Any:
         total, count = token_sum(logits, batch)
-        if name == "zeros" and bad:
-            return total * 0, 0
         if mesh.rank < mesh.ranks - 1 or not bad:
             return total, count
         return {
@@ -288,7 +285,7 @@ def wrong(mesh: zs.Mesh, name: str, stages: int) -> tuple[str, str, bool]:
             engine(*batch).square().mean().backward()
             engine.step()
         engine.train_step(batch)
-    except (BatchError, NonFiniteError) as error:
+    except BatchError as error:
         bad = False
         same = all(torch.equal(value, before[key]) for key, value in engine.state_dict().items())
         result = engine.train_step(batch)
@@ -308,6 +305,56 @@ def test_what_is_wrong_on_one_rank_is_one_sentence_on_all(pool: Pool, stages: in
     for name, (kind, message, on) in zip(WRONG, everyone[0], strict=False):
         assert kind == WRONG[name][0].__name__ and WRONG[name][1] in message, (name, kind, message)
         assert message.count(". ") == 0 and on, (name, message)
+
+
+def unlabelled(mesh: zs.Mesh, settings: dict[str, Any]) -> Any:
+    """Three steps, of which the second has no label on any rank: losses, norms, and whole weights."""
+    plan = zs.Plan.from_dict({"microbatches": 2, **settings})
+    own = engine_of(plan, mesh)
+    found = []
+    for step in range(3):
+        tokens, labels = own_part(step, "padded", own.data_rank, own.data_ranks)
+        result = own.train_step((tokens, torch.full_like(labels, IGNORED) if step == 1 else labels))
+        assert result.loss is not None and not result.skipped
+        found.append((result.loss.item(), result.grad_norm))
+    return found, own.state_dict()
+
+
+def engine_of(plan: zs.Plan, mesh: zs.Mesh) -> zs.Engine:
+    """An engine of the model whose losses are sums, also where a mean over no token was NaN."""
+
+    def loss_of(logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        labels = batch[1].flatten()
+        count = (labels >= 0).sum()
+        return F.cross_entropy(logits.flatten(0, 1), labels, ignore_index=IGNORED) * count, count
+
+    return zs.Engine(build(), SGD, plan, mesh=mesh, loss=loss_of, example=own_part(0, "padded", 0, ROWS // 2))
+
+
+def unlabelled_plans(mesh: zs.Mesh) -> list[Any]:
+    names = ("zero 0", "zero 2", "zero 3", "1f1b")
+    return [unlabelled(mesh, {**PLANS[name], "clip_norm": None}) for name in names]
+
+
+def test_a_step_without_any_label_has_gradients_of_zeros(pool: Pool) -> None:
+    model = build()
+    optimizer, wanted = SGD(model.parameters()), []
+    for step in range(3):
+        batch = own_part(step, "padded", 0, 1)
+        total, count = token_sum(model(*batch), batch)
+        loss = total / count if step != 1 else total * 0.0
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        wanted.append((loss.item(), norm.item()))
+    assert wanted[1] == (0.0, 0.0)
+    for answers in pool.run(unlabelled_plans, 2):
+        for found, weights in answers:
+            for one, other in zip(found, wanted, strict=True):
+                assert one == pytest.approx(other, rel=1e-5)
+            for name, value in model.state_dict().items():
+                torch.testing.assert_close(weights[name], value, rtol=2e-6, atol=1e-6, msg=name)
 
 
 def mixed_stages(mesh: zs.Mesh) -> list[str]:

@@ -246,7 +246,7 @@ class StepGradients:
 
     def _put(self, name: str, gradient: Tensor, factor: float, uncompared: str = "") -> None:
         """Write a gradient; the next agreement compares the text of one that was not compared."""
-        self._wholes.put(name, gradient / factor)
+        self._wholes.put(name, gradient / (factor or 1.0))  # 0 without any token: the update multiplies by it again
         self._sequence.note_edit(uncompared)
 
     def _same(self, name: str, written: Tensor | None) -> bool:

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from zeroshard.errors import BatchError, NonFiniteError
+from zeroshard.errors import BatchError
 from zeroshard.step.context import context
 from zeroshard.units.hooks import tensors_of
 
@@ -125,7 +125,7 @@ class StepLosses:
     """The losses of the backwards since the last update, and the count that divides losses by sum.
 
     Args:
-        skips: whether a step without any token is skipped; otherwise it is refused.
+        skips: whether a step without any token is skipped; otherwise its gradient is 0, and so is its loss.
 
     Attributes:
         values: of those backwards, unscaled, as far as they are on this rank.
@@ -212,22 +212,16 @@ class StepLosses:
 
         Raises:
             BatchError: a count is no number of 0 or more; or some losses are sums and others means.
-            NonFiniteError: no rank counts anything.
         """
         self.mean, self.gain = None, 1.0
         _refuse(reports)
         if not any(report.kinds & BY_SUM for report in reports):
             return self.gain
         count = sum(report.items for report in reports)
-        if not count and not self._skips:
-            raise NonFiniteError(
-                "The losses of this step were given by sum and their counts are 0 on all ranks together, so there is "
-                "no mean; leave such a batch out, or set nonfinite='skip'."
-            )
-        self.mean = torch.tensor(sum(report.total for report in reports) / count if count else math.nan)
         each = count / (data_ranks or len(reports))
-        self._next = each or None
-        self.gain = self.divisor / each if each else math.nan
+        self._next, nothing = each or None, math.nan if self._skips else 0.0
+        self.mean = torch.tensor(sum(report.total for report in reports) / count if count else nothing)
+        self.gain = self.divisor / each if each else nothing
         return self.gain
 
     def shown(self, mean: Tensor | None) -> Tensor | None:

@@ -128,7 +128,7 @@ class Scope(Protocol):
         """A stage's agreement, whose ranks reported these losses, extended to all stages; may be a collective call.
 
         Raises:
-            BatchError, NonFiniteError: as `StepLosses.close`.
+            BatchError: as `StepLosses.close`.
         """
 
 
@@ -207,7 +207,7 @@ class StepSequence:
         Raises:
             CommError: the ranks are at different steps, did different things on the way, or want different things.
             PlanError: weights or gradients were written where that is lost.
-            BatchError, NonFiniteError: as `StepLosses.close`.
+            BatchError: as `StepLosses.close`.
         """
         self._reconcile()
         if self.backward.take_back():
@@ -272,7 +272,7 @@ class StepSequence:
         agreed = self.agree(step, f"clip_grad_value({limit:.9g})")
         if hides or math.isfinite(agreed.norm):
             for _, gradients in self._trained:
-                edit_sum(gradients, partial(_clamp, limit=limit * scale / agreed.gain))
+                edit_sum(gradients, partial(_clamp, limit=limit * scale / (agreed.gain or 1.0)))
             self._agreed = None  # the norm is another one now
 
     def discard(self, drop: bool = True) -> None:
