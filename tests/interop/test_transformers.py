@@ -73,6 +73,14 @@ def test_sums_over_tokens_with_label_smoothing(found: dict[str, Any], plain: dic
         assert found["accumulates"][name] == pytest.approx(plain["accumulates"][name], rel=1e-5)
 
 
+def test_batches_without_a_label_count_nothing(found: dict[str, Any], plain: dict[str, Any]) -> None:
+    """On one rank, and on all of them, where the loss is 0 and the gradients are zeros."""
+    mine, alone = found["few labels"], plain["few labels"]
+    for name in ("loss", "grad_norm"):
+        assert mine[name] == pytest.approx(alone[name], rel=1e-5, abs=1e-6)
+    assert 0 in alone["loss"] and len(alone["loss"]) == 20
+
+
 @pytest.mark.whole
 def test_bf16_is_the_precision_of_the_plan(found: dict[str, Any], plain: dict[str, Any]) -> None:
     precision, run = found["bf16"]
@@ -94,6 +102,28 @@ def test_each_trainer_resumes_bit_for_bit(found: dict[str, Any], trainer: str) -
         run = found[f"{trainer} at {stop}"]
         assert len(run["straight"]) == 12
         assert run["resumed"] == run["straight"], stop
+
+
+def test_a_run_goes_on_on_another_number_of_ranks(
+    found: dict[str, Any], plain: dict[str, Any], runs: ModuleType, tmp_path: Path
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        losses = runs.on_one_rank(tmp_path, runs.causal, found["kept"], few_labels=True)
+    assert len(losses) == 20
+    assert losses == pytest.approx(found["few labels"]["loss"], rel=1e-6, abs=1e-7)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("trainer", cases.NAMES)
+def test_each_trainer_goes_on_on_another_number_of_ranks(
+    found: dict[str, Any], plain: dict[str, Any], runs: ModuleType, tmp_path: Path, trainer: str
+) -> None:
+    run = found[f"{trainer} at {cases.stops_of(trainer)[3]}"]  # of stage 3
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        losses = runs.on_one_rank(tmp_path, runs.TRAINERS[trainer], run["kept"], max_steps=12)
+    assert losses == pytest.approx(run["straight"], rel=1e-6, abs=1e-6)
 
 
 @pytest.mark.whole

@@ -69,6 +69,19 @@ def rows_of(texts: list[str]) -> list[dict[str, Any]]:
     return [{"input_ids": words(text)["input_ids"], "labels": words(text)["input_ids"]} for text in texts]
 
 
+class CountsOne(Trainer):
+    """transformers' Trainer, where a batch without a label has the loss 0 instead of 0/0."""
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        batches, count = super().get_batch_samples(*args, **kwargs)
+        return batches, count.clamp(min=1)
+
+
+def few_labels(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of which two of three have no label."""
+    return [{**row, "labels": [-100] * len(row["labels"])} if n % 3 else row for n, row in enumerate(rows)]
+
+
 def causal(folder: Path, plan: zs.Plan | None, **more: Any) -> Trainer:
     """transformers' Trainer, with rows of different lengths."""
     collate = DataCollatorForSeq2Seq(tokenizer(), padding=True)
@@ -76,9 +89,11 @@ def causal(folder: Path, plan: zs.Plan | None, **more: Any) -> Trainer:
     given = {} if plan is None else {"plan": plan}
     dropout = more.pop("dropout", 0.0)
     model = llama(dropout) if "weights" not in keep else on_meta()
-    return over(Trainer, plan)(
+    few = more.pop("few_labels", False)
+    rows = few_labels(rows_of(sentences(24))) if few else rows_of(sentences(24))
+    return over(CountsOne if few and plan is None else Trainer, plan)(
         model, TrainingArguments(**settings(folder, plan, **more)), collate,
-        rows_of(sentences(24)), rows_of(sentences(8, 5)), **given, **keep,
+        rows, rows_of(sentences(8, 5)), **given, **keep,
     )  # fmt: skip
 
 
@@ -202,6 +217,13 @@ def resumed(folder: Path, build: Build, stop: int, plan: zs.Plan, again: zs.Plan
     return {"straight": record(straight)["loss"], "resumed": record(goes_on)["loss"]}
 
 
+def on_one_rank(folder: Path, build: Build, checkpoint: str, **more: Any) -> list[float]:
+    """The losses of a run that goes on in this process, with the batch of two ranks and another plan."""
+    trainer = build(folder, zs.Plan(zero=1), per_device_train_batch_size=4, **more)
+    trainer.train(resume_from_checkpoint=checkpoint)
+    return record(trainer)["loss"]
+
+
 def best(folder: Path, only_model: bool, plan: zs.Plan) -> dict[str, Any]:
     """What is left of a run that stops early and loads its best weights."""
     more = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
@@ -226,7 +248,8 @@ def best(folder: Path, only_model: bool, plan: zs.Plan) -> dict[str, Any]:
 def plain_features(folder: Path, whole: bool) -> dict[str, Any]:
     """The records of runs without an engine."""
     found = {}
-    for name, more in {"accumulates": SUMS, **({"bf16": {"bf16": True}} if whole else {})}.items():
+    rounded = {"bf16": {"bf16": True}} if whole else {}
+    for name, more in {"accumulates": SUMS, "few labels": {"few_labels": True}, **rounded}.items():
         trainer = causal(folder / name, None, **more)
         trainer.train()
         found[name] = record(trainer)
@@ -239,6 +262,9 @@ def features(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     found["resumed"] = resumed(folder / "resumed", partial(causal, dropout=0.2), 7, three, three)
     found["best"] = best(folder / "best", False, three)
+    few = causal(folder / "few labels", two, few_labels=True, save_strategy="steps", save_steps=9)
+    few.train()
+    found["few labels"], found["kept"] = record(few), str(folder / "few labels" / "checkpoint-9")
     saves = {"save_strategy": "steps", "save_steps": 6, "save_only_model": True}
     accumulates = causal(folder / "models", two, weights=saved_llama(folder), **SUMS, **saves)
     accumulates.train()
@@ -283,7 +309,9 @@ def kills(folder: Path, name: str) -> dict[str, Any]:
     found = {}
     for stop, settings in zip(stops_of(name), PLANS.values(), strict=True):
         plan = zs.Plan(**settings)
-        found[f"{name} at {stop}"] = resumed(folder / f"{name}-{stop}", TRAINERS[name], stop, plan, plan)
+        inside = folder / f"{name}-{stop}"
+        run = resumed(inside, TRAINERS[name], stop, plan, plan)
+        found[f"{name} at {stop}"] = {**run, "kept": str(inside / "stops" / "checkpoint-6")}
     return found
 
 

@@ -122,6 +122,13 @@ class ZeroshardMixin(Trainer):
             self._check_resumable(Path(resume_from_checkpoint))
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], torch.Tensor | int | None]:
+        """As the trainer's; a step without a label on any rank counts 1, so its loss is 0 and not 0/0."""
+        batches, count = super().get_batch_samples(*args, **kwargs)
+        if isinstance(count, torch.Tensor):
+            return batches, count.clamp(min=1)
+        return batches, max(count, 1) if count is not None else None
+
     def _newest(self, folder: Path) -> Path:
         numbered = [(path.name.rpartition("-")[2], path) for path in folder.glob("checkpoint-*")]
         found = sorted((int(number), path) for number, path in numbered if number.isdecimal())
