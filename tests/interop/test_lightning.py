@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from interop.regression import assert_follows, plain
+from interop.regression import Regression, assert_follows, batches, loss_of, plain
 from jobs import TORCHRUN, run_job
 from selection import by_default
 from torch import Tensor
@@ -77,6 +77,52 @@ def test_statistics_of_an_average_are_found_anew(found: dict[str, Any]) -> None:
     assert found["statistics"]["model.blocks.0.1.running_mean"].any()
 
 
+def test_averages_under_16_bits_are_of_master_weights(found: dict[str, Any]) -> None:
+    seen, ends = found["averages in bf16"]["EMA"]
+    average = seen[1]
+    for values in seen[2:]:
+        average = 0.9 * average + 0.1 * values
+    torch.testing.assert_close(ends, average, rtol=1e-6, atol=1e-7)
+    assert not torch.equal(ends, ends.bfloat16().float())  # not rounded
+    seen, ends = found["averages in bf16"]["SWA"]
+    assert len(seen) == 1 + 3 * 8  # SWA averages at the start of each epoch
+    torch.testing.assert_close(ends, (seen[0] + seen[8] + seen[16]) / 3, rtol=1e-6, atol=1e-7)
+
+
+TURNS = ("zero 2", "zero 3", "zero 0", "zero 1", "offload")
+
+
+@pytest.mark.parametrize("plan", by_default(TURNS, "zero 2", "zero 3"))
+def test_optimizers_by_turns(found: dict[str, Any], plan: str) -> None:
+    """As a GAN's, with clipping and a schedule for each, and a layer that none trains."""
+    assert_same_weights(*found[f"turns, {plan}"])
+
+
+def test_optimizers_by_turns_go_on_from_a_checkpoint(found: dict[str, Any]) -> None:
+    assert_same_weights(*found["turns go on"])
+    assert_same_weights(found["turns saved"], found["turns, zero 2"][1])
+
+
+def assert_same_weights(mine: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert mine.keys() == wanted.keys()
+    for name, values in wanted.items():
+        torch.testing.assert_close(mine[name], values, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_optimizers_by_turns_in_bf16(found: dict[str, Any]) -> None:
+    losses = found["turns in bf16"]
+    assert len(losses) == 8 and all(0 < loss < 2 for loss in losses) and losses[0] != losses[-1]
+
+
+def test_optimizers_that_are_refused(found: dict[str, Any]) -> None:
+    shared, halves, own, scaled, one = found["turns refused"]
+    assert shared.startswith("OptimizerError: 'judge.bias' is in the optimizers 0 and 1 of configure_optimizers")
+    assert halves.startswith("OptimizerError: 'generator.0.bias' belongs to a Linear that has parameters of several")
+    assert own.startswith("OptimizerError: 'heat' belongs to a Gan") and "take zero=2" in own
+    assert scaled.startswith("PlanError: precision='fp16' scales losses for one optimizer")
+    assert one.startswith("PlanError: There are ") and "strategy.engines" in one
+
+
 def test_precision_is_taken_over_or_refused(found: dict[str, Any]) -> None:
     said = found["precisions"]
     assert said["default"] == "fp32 32-true" and said["of the plan"] == "bf16 bf16-mixed"
@@ -126,10 +172,39 @@ def test_a_run_goes_on_under_another_plan(found: dict[str, Any]) -> None:
     assert found["files"] == ["run.ckpt"]
 
 
+@pytest.mark.whole
+@pytest.mark.parametrize("stop", [5, 7, 10, 14, 19])
+def test_a_stopped_run_goes_on_bit_for_bit(found: dict[str, Any], stop: int) -> None:
+    """Under another plan each; from the last checkpoint, also in the middle of an epoch."""
+    straight, losses, _ = found[f"stop {stop}"]
+    assert straight == pytest.approx(plain(20)[0][0], rel=1e-5)
+    assert losses == straight[stop // 3 * 3 :]
+
+
+@pytest.mark.whole
+def test_a_run_goes_on_on_another_number_of_ranks(found: dict[str, Any], tmp_path: Path) -> None:
+    kept = found["stop 10"][2]
+    run_job(ROOT / "tests" / "interop" / "lightning_runs.py", str(tmp_path), "--one", kept, ranks=1, **TORCHRUN)
+    model = Regression()
+    losses, (x, y) = torch.load(tmp_path / "one.pt"), batches()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+    wanted = []
+    for number in range(20):
+        loss = loss_of(model, x, y, number, rows=8)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+        wanted.append(loss.item())
+    assert losses == pytest.approx(wanted[9:], rel=1e-6, abs=1e-7)
+
+
 def test_what_is_refused(found: dict[str, Any]) -> None:
     microbatches, optimizers, second = found["errors"]
     assert microbatches.startswith("PlanError: pipeline_parallel=1 and microbatches=2 are for engine.train_step")
-    assert optimizers.startswith("OptimizerError: configure_optimizers gave 2 optimizers")
+    assert optimizers.startswith("OptimizerError: 'model.first.weight' is in the optimizers 0 and 1")
     assert second.startswith("PlanError: The engine of the first fit still holds the module")
 
 

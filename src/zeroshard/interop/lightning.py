@@ -3,12 +3,13 @@
     Trainer(strategy=ZeroshardStrategy(Plan(zero=3, precision="bf16")), devices=2, accelerator="cpu")
 
 The steps of the LightningModule (`training_step` and so on) run as the forward of the engine's model, so they may
-call any submodule. Needs lightning (the extra of that name), which the rest of the package never imports.
+call any submodule. Several optimizers have an engine each. Needs lightning (the extra of that name), which the rest of
+the package never imports.
 """
 
 import shutil
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
@@ -20,16 +21,16 @@ from lightning.pytorch.plugins import LayerSync, Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
-from torch import nn
 
 from zeroshard.comm.mesh import init_mesh
 from zeroshard.engine import Engine
 from zeroshard.errors import OptimizerError, PlanError
+from zeroshard.interop.lightning_engines import PartsOfModule, WholeModule, gathered
 from zeroshard.interop.loops import check_loop
+from zeroshard.interop.master_weights import MasterWeights
 from zeroshard.interop.optimizer import EngineOptimizer
 from zeroshard.plan import Plan
 
-PREFIX = "module."
 DTYPES = {  # by Lightning's plugin and precision, that of the plan; "" leaves it as it is
     ("NoneType", ""): "",
     ("Precision", "32-true"): "",
@@ -49,17 +50,19 @@ class ZeroshardStrategy(DDPStrategy):
     The Trainer's `precision` "bf16-mixed" and "16-mixed" become the plan's; others are refused. `gradient_clip_val`
     clips the norm over all ranks, or with `gradient_clip_algorithm="value"` each element. With
     `accumulate_grad_batches`, every backward reduces, unless the plan says `reduce_every="step"`. Callbacks that
-    average weights (`WeightAveraging`, `StochasticWeightAveraging`) read and write whole parameters; hooks of others do
-    so inside `with trainer.strategy.engine.gathered():`. Checkpoints are folders: the engine's, which load under any
-    plan and number of ranks, with lightning's file among them, from which `load_from_checkpoint` takes the whole
-    weights.
+    average weights (`WeightAveraging`, `StochasticWeightAveraging`) read and write whole parameters, under 16 bits the
+    master weights; hooks of others do so inside `with trainer.strategy.engine.gathered():`. Checkpoints are folders:
+    the engine's, which load under any plan and number of ranks, with lightning's file among them, from which
+    `load_from_checkpoint` takes the whole weights.
+
+    Of several optimizers, in manual optimization, each has an engine over the submodules that it trains.
 
     Args:
         plan: for the engine; one microbatch and no pipeline, because lightning owns the loop.
         settings: arguments of `DDPStrategy` about devices, processes and files.
 
     Attributes:
-        engine: from the first `fit` on.
+        engines: from the first `fit` on, in the order of the optimizers.
 
     Raises:
         PlanError: a plan in which the loop would be the engine's; or a setting of DDP, which there is none of.
@@ -76,9 +79,27 @@ class ZeroshardStrategy(DDPStrategy):
                 f"ZeroshardStrategy({others[0]}=...) is a setting of DDP, and the engine takes its place. Leave it "
                 f"out, and set Plan(...) for the reduction of gradients."
             )
-        self.engine: Engine | None = None
+        self._trained: WholeModule | PartsOfModule | None = None
         self._own_precision = EnginePrecision(self)
         super().__init__(**settings)
+
+    @property
+    def engines(self) -> list[Engine]:
+        """The engine of each optimizer; none before the first `fit`."""
+        return [] if self._trained is None else self._trained.engines
+
+    @property
+    def engine(self) -> Engine | None:
+        """The engine, from the first `fit` on.
+
+        Raises:
+            PlanError: there are several.
+        """
+        if len(self.engines) > 1:
+            raise PlanError(
+                f"There are {len(self.engines)} optimizers, and each has an engine: take one of strategy.engines."
+            )
+        return self.engines[0] if self.engines else None
 
     @property
     def precision_plugin(self) -> Precision:
@@ -122,22 +143,22 @@ class ZeroshardStrategy(DDPStrategy):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Number and count of this rank's data, for Lightning's sampler."""
-        if self.engine is None:
+        if not self.engines:
             return dict(super().distributed_sampler_kwargs)
-        return {"num_replicas": self.engine.data_ranks, "rank": self.engine.data_rank}
+        return {"num_replicas": self.engines[0].data_ranks, "rank": self.engines[0].data_rank}
 
     def setup(self, trainer: Any) -> None:
-        """Make the engine in a fit; other runs before the first fit use the module as it is.
+        """Make the engines in a fit; other runs before the first fit use the module as it is.
 
         Raises:
-            OptimizerError: not exactly one optimizer.
-            PlanError: a second fit, or a plan that the engine refuses.
+            OptimizerError: no optimizer, or several that share parameters.
+            PlanError: a second fit, or a plan that an engine refuses.
         """
         if trainer.state.fn != TrainerFn.FITTING:
-            if self.engine is None:
+            if self._trained is None:
                 super().setup(trainer)
             return
-        if self.engine is not None:
+        if self._trained is not None:
             raise PlanError(
                 "The engine of the first fit still holds the module. Make Trainer, strategy and module anew, and go on "
                 "with fit(..., ckpt_path=...)."
@@ -145,25 +166,26 @@ class ZeroshardStrategy(DDPStrategy):
         module = self.lightning_module
         self.accelerator.setup(trainer)
         self.setup_optimizers(trainer)
-        if len(self.optimizers) != 1:
+        if not self.optimizers:
             raise OptimizerError(
-                f"configure_optimizers gave {len(self.optimizers)} optimizers, and the engine takes one. Put the "
-                f"parameters into groups of one optimizer."
+                "configure_optimizers gave no optimizer, and a fit under an engine needs one. Return an optimizer over "
+                "the module's parameters."
             )
         mesh = init_mesh(self.plan.timeout, self.root_device.type)
-        self.engine = Engine(_Steps(module), self.optimizers[0], self.plan, mesh=mesh)
-        self.optimizers = [EngineOptimizer(self.engine)]
+        if len(self.optimizers) == 1:
+            self._trained = WholeModule(module, self.optimizers[0], self.plan, mesh)
+        else:
+            self._trained = PartsOfModule(module, self.optimizers, self.plan, mesh)
+        self.optimizers = [EngineOptimizer(engine) for engine in self._trained.engines]
         self.setup_precision_plugin()
-        if not module.automatic_optimization:
-            self._send_forwards(module)
         for callback in trainer.callbacks:
             self._gather_for(callback)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """`training_step` of the LightningModule inside the engine's forward."""
-        if not self.lightning_module.automatic_optimization:
+        """`training_step` of the LightningModule, in automatic optimization inside the engine's forward."""
+        if self._trained is None:
             return self.lightning_module.training_step(*args, **kwargs)
-        return self._run("training_step", *args, **kwargs)
+        return self._trained.training_step(*args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """`validation_step` of the LightningModule inside the engine's forward."""
@@ -179,32 +201,31 @@ class ZeroshardStrategy(DDPStrategy):
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Run the closure and update; without an update in the pass in which SWA finds statistics of batches."""
-        if self.engine is not None and getattr(self.lightning_module.trainer.fit_loop, "_skip_backward", False):
+        if self.engines and getattr(self.lightning_module.trainer.fit_loop, "_skip_backward", False):
             return closure()
         return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Skip the reduction in backwards before the last of an accumulation."""
-        if self.engine is None or self.plan.reduces_each_microbatch:
-            yield
-            return
-        with self.engine.no_sync():
+        with ExitStack() as stack:
+            for engine in self.engines if not self.plan.reduces_each_microbatch else ():
+                stack.enter_context(engine.no_sync())
             yield
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The LightningModule's whole state dict on every rank; a collective call."""
-        if self.engine is None:
+        if self._trained is None:
             return dict(super().lightning_module_state_dict())
-        return {name.removeprefix(PREFIX): value for name, value in self.engine.state_dict().items()}
+        return self._trained.state_dict()
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Empty once an engine exists, which saves the states of its slices."""
-        return {} if self.engine is not None else dict(super().optimizer_state(optimizer))
+        return {} if self.engines else dict(super().optimizer_state(optimizer))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a folder, replacing an older one of that name; a collective call."""
-        if self.engine is None:
+        if self._trained is None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         folder = Path(self.broadcast(str(filepath)))
@@ -212,7 +233,7 @@ class ZeroshardStrategy(DDPStrategy):
         if self.is_global_zero:
             shutil.rmtree(fresh, ignore_errors=True)
         self.barrier()
-        self.engine.save(fresh, wait=True)
+        self._trained.save(fresh)
         super().save_checkpoint(checkpoint, fresh / LIGHTNINGS, storage_options)
         if self.is_global_zero:
             if folder.exists():
@@ -227,14 +248,16 @@ class ZeroshardStrategy(DDPStrategy):
             CheckpointError: it is no folder of this strategy, or of another model or optimizer.
         """
         file = Path(checkpoint_path)
-        if self.engine is not None:
-            self.engine.load(file)
+        if self._trained is not None:
+            self._trained.load(file)
         return dict(super().load_checkpoint(file / LIGHTNINGS if file.is_dir() else file, weights_only))
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Do nothing if an engine exists: it has loaded the weights already."""
-        if self.engine is None:
+        """Load tensors that no engine has: each has loaded its weights already."""
+        if self._trained is None:
             super().load_model_state_dict(checkpoint, strict)
+        else:
+            self._trained.load_rest(checkpoint["state_dict"])
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Do nothing: the engine has loaded the states already."""
@@ -251,44 +274,40 @@ class ZeroshardStrategy(DDPStrategy):
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
 
-    def _send_forwards(self, module: nn.Module) -> None:
-        """Send `self(...)` of a module with manual optimization, whose steps are no forward, through the engine's."""
-        own, engine, within = module.forward, self.engine, False
-
-        @wraps(own)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            nonlocal within
-            if within or engine is None:
-                return own(*args, **kwargs)
-            within = True
-            try:
-                return engine("__call__", *args, **kwargs)
-            finally:
-                within = False
-
-        module.forward = forward
-
     def _gather_for(self, callback: Any) -> None:
         """Let a callback that averages weights read and write whole parameters."""
-        hooks: tuple[str, ...] = ()
+        hooks: dict[str, bool] = {}  # whether they write
         if isinstance(callback, StochasticWeightAveraging):
-            hooks = ("update_parameters", "transfer_weights")
+            hooks = {"update_parameters": False, "transfer_weights": True}
         elif isinstance(callback, WeightAveraging):
-            hooks = ("on_train_epoch_end", "on_train_end", "on_validation_epoch_start", "on_validation_epoch_end")
+            hooks = dict.fromkeys(("on_train_end", "on_validation_epoch_start", "on_validation_epoch_end"), True)
             average = callback._average_model
             if average is not None:  # read after some steps only, so not around each on_train_batch_end
-                average.update_parameters = self._gathered(average.update_parameters)
+                average.update_parameters = self._with_weights(average.update_parameters, writes=False)
             callback.on_load_checkpoint = self._loaded(callback.on_load_checkpoint)
-        for hook in hooks:
-            setattr(callback, hook, self._gathered(getattr(callback, hook)))
+        for hook, writes in hooks.items():
+            setattr(callback, hook, self._with_weights(getattr(callback, hook), writes))
 
-    def _gathered(self, call: Callable[..., Any]) -> Callable[..., Any]:
+    def _with_weights(self, call: Callable[..., Any], writes: bool) -> Callable[..., Any]:
+        """A call with whole weights: in the module's parameters, or of 16-bit plans `MasterWeights` in its place."""
+
         @wraps(call)
         def within(*args: Any, **kwargs: Any) -> Any:
-            if self.engine is None:
-                return call(*args, **kwargs)
-            with self.engine.gathered():
-                return call(*args, **kwargs)
+            module = self.lightning_module
+            if not self.engines or self.plan.precision == "fp32":
+                with gathered(self.engines):
+                    return call(*args, **kwargs)
+            if writes and module.trainer.fit_loop.epoch_loop._should_accumulate():
+                raise PlanError(
+                    f"{call.__name__} of a callback writes weights between two backwards of one step, whose gradients "
+                    f"a plan with precision={self.plan.precision!r} would lose. Validate after whole steps: a "
+                    f"val_check_interval that accumulate_grad_batches divides."
+                )
+            masters = MasterWeights(self.engines, module)
+            found = call(*(masters if each is module else each for each in args), **kwargs)
+            if writes:
+                masters.write_back()
+            return found
 
         return within
 
@@ -306,9 +325,9 @@ class ZeroshardStrategy(DDPStrategy):
         return loads
 
     def _run(self, step: str, *args: Any, **kwargs: Any) -> Any:
-        if self.engine is None:
+        if self._trained is None:
             return getattr(self.lightning_module, step)(*args, **kwargs)
-        return self.engine(step, *args, **kwargs)
+        return self._trained.run(step, *args, **kwargs)
 
 
 class EnginePrecision(Precision):
@@ -326,10 +345,10 @@ class EnginePrecision(Precision):
 
     def backward(self, tensor: torch.Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         """Add the gradients of the loss to those of the step."""
-        if self._strategy.engine is None:
+        if self._strategy._trained is None:
             super().backward(tensor, model, optimizer, *args, **kwargs)
         else:
-            self._strategy.engine.backward(tensor)
+            self._strategy._trained.backward(tensor, *args, **kwargs)
 
     def clip_gradients(
         self,
@@ -337,22 +356,11 @@ class EnginePrecision(Precision):
         clip_val: float | None = 0.0,
         gradient_clip_algorithm: GradClipAlgorithmType | None = GradClipAlgorithmType.NORM,
     ) -> None:
-        """Clip the norm over all ranks at the next step, or each element now."""
-        engine = self._strategy.engine
+        """Clip the norm of an optimizer's gradients over all ranks at the next step, or each element now."""
+        engine = getattr(optimizer, "engine", None)  # through the wrapper of lightning
         if not clip_val or engine is None:
             return
         if gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
             engine.clip_grad_value(clip_val)
         else:
             engine.clip_grad_norm(clip_val)
-
-
-class _Steps(nn.Module):
-    """The LightningModule as a model whose forward runs one of its steps by name."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, step: str, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.module, step)(*args, **kwargs)
