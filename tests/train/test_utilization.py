@@ -37,6 +37,38 @@ def test_the_formula_is_within_a_percent_of_a_counted_run(table: dict[str, objec
     assert causal < whole
 
 
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, **HEADS}
+FEW = {"moe_intermediate_size": 128, "num_experts_per_tok": 2}
+LATENT = {"q_lora_rank": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 24}
+FAMILIES: dict[str, dict[str, object]] = {
+    "qwen3": {"head_dim": 48},
+    "gemma2": {"head_dim": 32, "query_pre_attn_scalar": 32},
+    "phi3": {"pad_token_id": 0},
+    "olmo2": {},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": {**FEW, "num_experts": 4, "shared_expert_intermediate_size": 128},
+    "qwen3_moe": {**FEW, "num_experts": 4, "head_dim": 32, "mlp_only_layers": []},
+    "deepseek_v3": {**FEW, **LATENT, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1,
+                    "n_group": 1, "topk_group": 1, "num_key_value_heads": 4},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_are_within_a_percent_of_a_counted_run(family: str, tmp_path: Path) -> None:
+    """Grouped queries, windows, latent attention, and experts of which a token uses some."""
+    pytest.importorskip("transformers")
+    table = {"model_type": family, **SIZES, **FAMILIES[family], "experts_implementation": "eager"}
+    (tmp_path / "config.json").write_text(json.dumps(table))
+    built = build_model(str(tmp_path), 0, LENGTH)
+    found = utilization_of(TrainConfig(model=str(tmp_path), sequence=LENGTH), built, CPU, 1)
+    tokens = torch.randint(512, (1, LENGTH + 1), generator=torch.Generator().manual_seed(0))
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        built.loss(built.module, tokens).backward()
+    assert found.whole is not None and found.causal is not None
+    assert found.whole * LENGTH == pytest.approx(counter.get_total_flops(), rel=0.01)
+    assert found.causal < found.whole
+
+
 def test_a_built_in_model_is_as_counted_on_it() -> None:
     config = TrainConfig(model="tiny", sequence=LENGTH)
     built = build_model("tiny", 0, LENGTH)
