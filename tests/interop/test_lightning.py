@@ -119,7 +119,7 @@ def test_optimizers_that_are_refused(found: dict[str, Any]) -> None:
     assert shared.startswith("OptimizerError: 'judge.bias' is in the optimizers 0 and 1 of configure_optimizers")
     assert halves.startswith("OptimizerError: 'generator.0.bias' belongs to a Linear that has parameters of several")
     assert own.startswith("OptimizerError: 'heat' belongs to a Gan") and "take zero=2" in own
-    assert scaled.startswith("PlanError: precision='fp16' scales losses for one optimizer")
+    assert scaled.startswith("PlanError: precision='fp16' scales the losses of one optimizer") and "bf16" in scaled
     assert one.startswith("PlanError: There are ") and "strategy.engines" in one
 
 

@@ -26,7 +26,7 @@ from zeroshard.comm.mesh import init_mesh
 from zeroshard.engine import Engine
 from zeroshard.errors import OptimizerError, PlanError
 from zeroshard.interop.lightning_engines import PartsOfModule, WholeModule, gathered
-from zeroshard.interop.loops import check_loop
+from zeroshard.interop.loops import check_loop, rounds_weights
 from zeroshard.interop.master_weights import MasterWeights
 from zeroshard.interop.optimizer import EngineOptimizer
 from zeroshard.plan import Plan
@@ -293,11 +293,12 @@ class ZeroshardStrategy(DDPStrategy):
 
         @wraps(call)
         def within(*args: Any, **kwargs: Any) -> Any:
-            module = self.lightning_module
-            if not self.engines or self.plan.precision == "fp32":
+            if not (self.engines and rounds_weights(self.plan)):
                 with gathered(self.engines):
                     return call(*args, **kwargs)
-            if writes and module.trainer.fit_loop.epoch_loop._should_accumulate():
+            module = self.lightning_module
+            under_way = module.trainer.fit_loop.epoch_loop._should_accumulate()
+            if writes and under_way:
                 raise PlanError(
                     f"{call.__name__} of a callback writes weights between two backwards of one step, whose gradients "
                     f"a plan with precision={self.plan.precision!r} would lose. Validate after whole steps: a "

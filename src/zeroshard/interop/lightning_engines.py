@@ -55,15 +55,13 @@ class WholeModule:
         Raises:
             PlanError: such arguments under a loss scale.
         """
-        if not (args or kwargs):
+        given = [*map(str, args), *kwargs]
+        if not given:
             self.engines[0].backward(loss)
             return
-        if self.engines[0].plan.precision == "fp16":
-            given = ", ".join(kwargs) or repr(args[0])
-            raise PlanError(
-                f"manual_backward({given}) is not for a plan with precision='fp16', whose losses are scaled by the "
-                f"engine. Call manual_backward(loss) alone, or take precision='bf16'."
-            )
+        _refuse_scaling(
+            self.engines[0].plan, f"manual_backward({', '.join(given)})", "Call manual_backward(loss) alone"
+        )
         loss.backward(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
@@ -113,11 +111,8 @@ class PartsOfModule:
     """
 
     def __init__(self, module: Any, optimizers: Sequence[torch.optim.Optimizer], plan: Plan, mesh: Mesh) -> None:
-        if plan.precision == "fp16":
-            raise PlanError(
-                f"precision='fp16' scales losses for one optimizer, and configure_optimizers gave {len(optimizers)}. "
-                f"Take precision='bf16', or put the parameters into groups of one optimizer."
-            )
+        found = f"{len(optimizers)} optimizers from configure_optimizers"
+        _refuse_scaling(plan, found, "Put the parameters into groups of one optimizer")
         self._module = module
         self._divided = _Divided(module, optimizers)
         self._divided.check(plan)
@@ -259,8 +254,7 @@ class _Divided:
         for item in self.rest.values():
             if isinstance(item, nn.Module):
                 item.to(device)
-                if precision.compute is not None and any(True for _ in item.parameters()):
-                    _cast_inputs(item, Precision(torch.float32))
+                _cast_inputs(item, Precision({None: None}.get(precision.compute, torch.float32)))
             elif isinstance(item, nn.Parameter):
                 item.data = item.data.to(device)
         kept = {id(each) for members in self.members for member in members.values() for each in _modules(member)}
@@ -311,9 +305,24 @@ def _tree(items: Mapping[str, Any]) -> nn.Module:
     return root
 
 
+def _refuse_scaling(plan: Plan, found: str, way_out: str) -> None:
+    """Refuse plans that scale losses, for one engine and in its own backward.
+
+    Raises:
+        PlanError: the plan is one.
+    """
+    refused = plan.scales_loss
+    if refused:
+        raise PlanError(
+            f"precision={plan.precision!r} scales the losses of one optimizer, in the engine's own backward, and there "
+            f"is {found}. {way_out}, or take precision='bf16', which needs no scale."
+        )
+
+
 def _cast_inputs(module: nn.Module, precision: Precision) -> None:
-    """Make a module take its inputs in the dtype of computation."""
-    if precision.compute is not None:
+    """Make a module with parameters take its inputs in the dtype of computation."""
+    dtype, parameter = precision.compute, next(module.parameters(), None)
+    if dtype is not None and parameter is not None:
         module.register_forward_pre_hook(lambda _, *given: precision.cast_inputs(given), with_kwargs=True)
 
 

@@ -47,6 +47,11 @@ def with_dtype(plan: Plan, dtype: Any, source: str) -> Plan:
     return replace(plan, precision=named.pop() if named else "fp32")
 
 
+def rounds_weights(plan: Plan) -> bool:
+    """Whether the plan computes with rounded copies of fp32 master weights."""
+    return plan.precision != "fp32"
+
+
 def absent_weights(plan: Plan) -> bool:
     """Whether whole parameters are on the device only while a forward or backward uses them."""
     return any((plan.zero == 3, plan.offloading.parameters))
