@@ -2,30 +2,33 @@
 
 Both walk the table of `WholeWeights`, so they work alike under every plan, and memory is that of one whole tensor (of a
 merged one, of its adapter too). Sums of a base and its adapters are computed by peft's own layers, in fp32, and then
-cast.
+cast. A checkpoint keeps the configurations of the adapters as facts, so that `zeroshard export` does the same later.
 """
 
 import copy
 import json
-import tempfile
+import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from zeroshard.access.whole_weights import HeldBoxes, WholeWeights
-from zeroshard.checkpoint.export import CONFIG, ExportPlan, folder_of, plan_export, shard_bytes, texts_of
+from zeroshard.checkpoint.export import CONFIG, ExportPlan, folder_of, narrowed, plan_export, shard_bytes, texts_of
 from zeroshard.checkpoint.file_names import FAMILY, grouped, renamed
 from zeroshard.checkpoint.stream import Slot
-from zeroshard.errors import PlanError
+from zeroshard.errors import CheckpointWarning, PlanError
+from zeroshard.quantized.weights import is_turned
+from zeroshard.text import format_names
 from zeroshard.units.adapters import base_names, layers_of_adapters
 
+FACT = "adapters"  # its key among the facts of a checkpoint
 EMBEDDINGS = ("embed_tokens", "lm_head")  # as peft knows them
 WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # as peft names them
 Read = Callable[[Slot], Tensor]  # makes a source of a group; a collective call
@@ -36,6 +39,37 @@ class ExportSizes(NamedTuple):
 
     dtype: torch.dtype | None
     shard_size: str | int
+
+
+class TensorTable(Protocol):
+    """Whole tensors of a model: those of `WholeWeights`, or of a checkpoint.
+
+    Attributes:
+        table: all of them, with their shapes and dtypes.
+        tied: for parameters with several names, each further name and the first.
+    """
+
+    table: list[HeldBoxes]
+    tied: Mapping[str, str]
+
+    def read(self, slot: Slot) -> Tensor:
+        """A tensor of the table in the dtype of `slot`."""
+
+
+def adapter_facts(model: Any) -> dict[str, Any]:
+    """The facts of a checkpoint from which a model of peft can be built again; empty for other models.
+
+    They are the class of its base, the configurations of all adapters by name, the names of the active ones, and those
+    of parameters of the base that are trained.
+    """
+    if not _is_peft(model):
+        return {}
+    try:
+        tables = {name: _config_of(model, name) for name in model.peft_config}
+    except TypeError:  # a value of the user's own that JSON lacks
+        return {}
+    base = type(model.get_base_model()).__name__
+    return {FACT: {"class": base, "configs": tables, "active": _active(model), "trained": _trained_of_base(model)}}
 
 
 def export_adapters(
@@ -58,8 +92,10 @@ def export_adapters(
     whole.write(out, plan_adapter(whole, model, adapters if isinstance(adapters, str) else None))
 
 
-def plan_adapter(whole: WholeWeights, model: Any, adapter: str | None) -> ExportPlan:
+def plan_adapter(whole: TensorTable, model: Any, adapter: str | None) -> ExportPlan:
     """The files of one adapter, as `PeftModel.from_pretrained` reads them.
+
+    Embeddings and an output layer that are adapted, trained, or of another size than in the base's files, are in them.
 
     Args:
         adapter: its name; by default the active one.
@@ -80,7 +116,7 @@ def plan_adapter(whole: WholeWeights, model: Any, adapter: str | None) -> Export
     return replace(plan, shards={WEIGHTS: plan.slots})
 
 
-def plan_merged(whole: WholeWeights, model: Any, sizes: ExportSizes) -> tuple[ExportPlan, Read]:
+def plan_merged(whole: TensorTable, model: Any, sizes: ExportSizes) -> tuple[ExportPlan, Read]:
     """The files of the base with its active adapters merged, as `from_pretrained` of transformers reads them.
 
     Raises:
@@ -96,8 +132,9 @@ def plan_merged(whole: WholeWeights, model: Any, sizes: ExportSizes) -> tuple[Ex
     ]
     texts = texts_of(base)
     groups = grouped(slots, None if texts[CONFIG] is None else FAMILY, base)
-    plan = plan_export(groups, shard_bytes(sizes.shard_size, "shard_size"), texts, folder_of(base))
-    return plan, merging.read
+    wide = {name for name, held in merging.held.items() if held.kept != torch.float16}
+    most = shard_bytes(sizes.shard_size, "shard_size")
+    return plan_export(groups, most, texts, folder_of(base), narrowed(groups, wide)), merging.read
 
 
 class _Merging:
@@ -107,7 +144,7 @@ class _Merging:
         held: by the name in the base, the tensor that is read.
     """
 
-    def __init__(self, whole: WholeWeights, model: Any, active: list[str], prefix: str) -> None:
+    def __init__(self, whole: TensorTable, model: Any, active: list[str], prefix: str) -> None:
         self._whole, self._active = whole, active
         named = base_names(model)
         assert named is not None
@@ -160,6 +197,13 @@ class _Merging:
 
 def _merged(layer: Any, adapter: str, values: Tensor, parameters: Mapping[str, Any]) -> Tensor:
     """The sum of base and adapter, by the layer's own function."""
+    if is_turned(layer.get_base_layer()):  # the weight before it was quantised is the transpose of the layer's
+        return _sum(layer, adapter, values.T, parameters).T.contiguous()
+    return _sum(layer, adapter, values, parameters)
+
+
+def _sum(layer: Any, adapter: str, values: Tensor, parameters: Mapping[str, Any]) -> Tensor:
+    """As `_merged`, of a weight in the layer's own shape."""
     whole = copy.copy(layer)
     vars(whole)["_modules"] = {**layer._modules, **parameters}
     vars(whole)["get_param"] = lambda: values
@@ -197,18 +241,29 @@ def _check(path: str, layer: Any, active: list[str]) -> None:
         )
 
 
+def _is_peft(model: Any) -> bool:
+    return "base_model" in model._modules and hasattr(model, "get_base_model")
+
+
 def _active(model: Any) -> list[str]:
     """The names of the active adapters.
 
     Raises:
         PlanError: the model is none of peft's.
     """
-    if "base_model" not in model._modules or not hasattr(model, "get_base_model"):
+    if not _is_peft(model):
         raise PlanError(
             f"adapters= and merge= are for models of peft, and this one is a {type(model).__name__}. Leave them out; "
             f"or give the engine peft.get_peft_model(model, config)."
         )
     return list(getattr(model, "active_adapters", None) or [model.active_adapter])
+
+
+def _trained_of_base(model: nn.Module) -> list[str]:
+    """Names of trained parameters that are neither an adapter's nor a trained copy of a module."""
+    named = base_names(model) or str
+    trained = (name for name, parameter in model.named_parameters() if parameter.requires_grad)
+    return [name for name in trained if named(name) is not None and ".modules_to_save." not in name]
 
 
 def _adapter_of(model: Any, adapter: str | None) -> str:
@@ -223,13 +278,64 @@ def _state_dict_of_adapter(model: Any, adapter: str, state: dict[str, Tensor]) -
     """The tensors of an adapter's files, under their names there: some of `state`, whose values are not read."""
     from peft import get_peft_model_state_dict
 
-    targets = getattr(model.peft_config[adapter], "target_modules", None) or ()
-    embeds = not isinstance(targets, str) and any(word in targets for word in EMBEDDINGS)  # then peft saves their base
     with _names_alone(model):
         found: dict[str, Tensor] = get_peft_model_state_dict(
-            model, state_dict=state, adapter_name=adapter, save_embedding_layers=embeds
+            model, state_dict=state, adapter_name=adapter, save_embedding_layers=False
+        )
+    trained, every = _trained_of_base(model), _grew(model, adapter)
+    for path in _embeddings(model, adapter):
+        inside = [name for name in state if name.startswith(f"{path}.")]
+        if every or _is_adapted(path) or any(name in trained for name in inside):
+            found |= {name: state[name] for name in inside}
+    if left := [name for name in trained if name not in found]:
+        warnings.warn(
+            f"Trained parameters of the base are in no file of the adapter '{adapter}': {format_names(left)}. "
+            f"export(folder, merge=True) writes them.",
+            CheckpointWarning,
+            stacklevel=2,
         )
     return found
+
+
+def _embeddings(model: Any, adapter: str) -> Sequence[str]:
+    """The paths of the input embeddings and of the output layer, but for those with a trained copy."""
+    base = model.get_base_model()
+    found = []
+    for getter in ("get_input_embeddings", "get_output_embeddings"):
+        try:
+            layer = getattr(base, getter, lambda: None)()
+        except NotImplementedError:  # of a model without any
+            continue
+        if layer is None or adapter in getattr(layer, "modules_to_save", ()):
+            continue
+        inside = getattr(layer, "base_layer", None) or getattr(layer, "original_module", None) or layer
+        found += [path for path, module in model.named_modules() if module is inside]
+    return found
+
+
+def _is_adapted(path: str) -> bool:
+    """Whether the files of an adapter on the layer of this path hold the layer, too, as peft has it."""
+    *_, name, last = path.split(".")
+    return last == "base_layer" and name in EMBEDDINGS
+
+
+def _grew(model: Any, adapter: str) -> bool:
+    """Whether the vocabulary has another size than in the files of the base, on this machine."""
+    config: Any = getattr(model, "config", None)
+    source = model.peft_config[adapter].base_model_name_or_path
+    size = getattr(_of_text(config), "vocab_size", None)
+    if size is None or not source:
+        return False
+    try:
+        held = _of_text(type(config).from_pretrained(source, local_files_only=True))
+    except Exception:  # no such folder, nor a copy of it from the hub
+        return False
+    return bool(held.vocab_size != size)
+
+
+def _of_text(config: Any) -> Any:
+    """The configuration of the language model inside."""
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 @contextmanager
@@ -247,7 +353,11 @@ def _names_alone(model: nn.Module) -> Iterator[None]:
 
 
 def _config_of(model: Any, adapter: str) -> dict[str, Any]:
-    """The configuration of an adapter as peft writes it, for inference."""
+    """The configuration of an adapter as peft writes it, for inference.
+
+    Raises:
+        TypeError: it has a value that JSON lacks.
+    """
     config, base = copy.copy(model.peft_config[adapter]), model.get_base_model()
     config.inference_mode = True
     if config.base_model_name_or_path is None:
@@ -256,7 +366,17 @@ def _config_of(model: Any, adapter: str) -> dict[str, Any]:
     mapping = None if config.task_type is not None else {
         "base_model_class": kind.__name__, "parent_library": kind.__module__,
     }  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder:
-        config.save_pretrained(folder, auto_mapping_dict=mapping)
-        table: dict[str, Any] = json.loads((Path(folder) / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-    return table
+    table = config.to_dict() | ({} if mapping is None else {"auto_mapping": mapping})
+    plain: dict[str, Any] = json.loads(json.dumps(table, default=_plain))
+    return plain
+
+
+def _plain(value: Any) -> list[Any]:
+    """A set as JSON has it.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if isinstance(value, set):
+        return sorted(value)
+    raise TypeError(f"JSON has no {type(value).__name__}")

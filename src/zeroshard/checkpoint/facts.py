@@ -256,6 +256,14 @@ def _quantised(value: Any) -> bool:
     return isinstance(value, dict) and all(map(one, value.values()))
 
 
+def _adapters(value: Any) -> bool:
+    match value:
+        case {"class": str(), "configs": dict() as configs, "active": active, "trained": trained, **more}:
+            tables = bool(configs) and all(isinstance(table, dict) for table in configs.values())
+            return not more and tables and _names(active) and _names(trained) and set(active) <= configs.keys()
+    return False
+
+
 FACTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "zeroshard": (lambda v: isinstance(v, str), "a version"),
     "torch": (lambda v: isinstance(v, str), "a version"),
@@ -276,6 +284,7 @@ FACTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "buffers": (_buffers, "a table of shapes and a list of names"),
     "ignored": (_names, "a list of names"),
     "quantised": (_quantised, "by weight null, or a type, a blocksize, double, a shape, a dtype and a layout"),
+    "adapters": (_adapters, "a class, by name a configuration, active names, and names of trained parameters"),
     "tied": (lambda v: isinstance(v, dict) and _names(list(v.values())), "a table of names"),
     "config": (lambda v: v is None or isinstance(v, dict), "null or a table"),
     "generation": (lambda v: v is None or isinstance(v, dict), "null or a table"),
@@ -284,6 +293,6 @@ FACTS: dict[str, tuple[Callable[[Any], bool], str]] = {
 CHECKED_BEFORE = ("step", "ranks", "extra")
 OPTIONAL = (
     *("zeroshard", "torch", "plan", "loss_count", "last_update", "axes", "base", "buffers", "tied"),
-    *("ignored", "quantised"),
+    *("ignored", "quantised", "adapters"),
     *("config", "generation", "origin"),
 )

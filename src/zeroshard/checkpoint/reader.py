@@ -40,9 +40,11 @@ class Reader:
             CheckpointError: with the place of the base.
         """
         if base := self.facts.get("base"):
+            way = "; or export it with --merge" if self.facts.get("adapters") else ""
             raise CheckpointError(
                 f"{self.path} holds trained weights alone; its frozen base is in {base['source']}. Read that with "
-                f"engine.load_weights and then this with engine.load, or save with engine.save(path, base=True)."
+                f"engine.load_weights and then this with engine.load, or save with engine.save(path, base=True)"
+                f"{way}."
             )
 
     def names(self, kind: str) -> list[str]:

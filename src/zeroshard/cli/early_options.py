@@ -75,6 +75,12 @@ class ExportOptions:
     """Dtype of floating-point tensors; by default as saved, which is fp32 where there were master weights."""
     max_shard_size: str = "5GB"
     """Bytes of tensors in one file, at most; a larger tensor has a file of its own."""
+    merge: bool = False
+    """Of a model of peft: the base with the active adapters added, as from_pretrained of transformers reads it."""
+    adapter: str | None = None
+    """Of a model of peft: the adapter of this name alone, such as default, as PeftModel.from_pretrained reads it."""
+    base_folder: Path | None = None
+    """Folder of the frozen base that the checkpoint left out; by default the one from which the run read it."""
 
 
 @dataclass(frozen=True, kw_only=True)

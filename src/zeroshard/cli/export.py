@@ -1,6 +1,7 @@
 """`zeroshard export`: the weights of a checkpoint as safetensors, under the names that the model's files have."""
 
-from collections.abc import Mapping, Sequence
+import importlib
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from zeroshard.checkpoint.file_names import FAMILY, grouped, stacks_apart
 from zeroshard.checkpoint.folder import find_checkpoint
 from zeroshard.checkpoint.weights import SINGLE
 from zeroshard.cli.early_options import ExportOptions
-from zeroshard.errors import CheckpointError
+from zeroshard.errors import CheckpointError, ConfigError
 from zeroshard.interop.huggingface.quantized import METHOD, package
 from zeroshard.quantized.stored import FACT, StoredWeight, stored_weights
 from zeroshard.text import format_bytes
@@ -45,14 +46,46 @@ def run_export(argv: Sequence[str]) -> None:
     most = shard_bytes(options.max_shard_size, "max_shard_size")
     reader = Reader(find_checkpoint(options.path))
     out = options.out or Path(f"{reader.path.resolve().name}-safetensors")
+    dtype = DTYPES[options.dtype] if options.dtype else None
     refuse_existing(out)
+    if (options.merge, options.adapter, options.base_folder) == (False, None, None):
+        plan, read = _as_saved(reader, dtype, most)
+    else:
+        _check_adapters(options)
+        adapters = importlib.import_module("zeroshard.interop.huggingface.stored_adapters")
+        sizes = adapters.ExportSizes(dtype, options.max_shard_size)
+        plan, read = adapters.planned_adapters(reader, options.adapter, options.base_folder, sizes)
+    write_export(plan, converted(plan.groups, read), out, CheckpointDisk())
+    _print(plan, reader, out)
+
+
+def _check_adapters(options: ExportOptions) -> None:
+    """Refuse options of adapters that do not combine.
+
+    Raises:
+        ConfigError: with the way out.
+    """
+    if options.merge and options.adapter is not None:
+        raise ConfigError("--merge and --adapter ask for two folders; export twice.")
+    if not options.merge and options.adapter is None:
+        raise ConfigError("--base-folder is the folder of a base with adapters; add --merge or --adapter NAME.")
+    if options.adapter is not None and options.dtype is not None:
+        raise ConfigError("--dtype is for whole models, and an adapter is written as it was trained; leave it out.")
+
+
+def _as_saved(
+    reader: Reader, dtype: torch.dtype | None, most: int
+) -> tuple[ExportPlan, Callable[[Slot], torch.Tensor]]:
+    """The files of all that a checkpoint holds, and a reader of its tensors.
+
+    Raises:
+        CheckpointError: it left out a frozen base; and as `planned`.
+    """
     reader.refuse_without_base()
-    plan, sources = planned(reader, options.dtype and DTYPES[options.dtype], most)
+    plan, sources = planned(reader, dtype, most)
     if any(isinstance(source, StoredWeight) for source in sources.values()):
         package(METHOD, "The export of quantised weights", "quantized")
-    values = converted(plan.groups, lambda slot: _read(reader, sources[slot.key], slot))
-    write_export(plan, values, out, CheckpointDisk())
-    _print(plan, reader, out)
+    return plan, lambda slot: _read(reader, sources[slot.key], slot)
 
 
 def planned(reader: Reader, dtype: torch.dtype | None, most: int) -> tuple[ExportPlan, dict[str, Source]]:
@@ -154,7 +187,9 @@ def _print(plan: ExportPlan, reader: Reader, out: Path) -> None:
     for file in sorted(path.name for path in out.iterdir()):
         print(f"  {out / file}")
     adapted = any(".base_layer." in slot.key for slot in slots)  # peft's names, which no from_pretrained reads
-    if CONFIG in plan.texts and not adapted:
+    if "adapter_config.json" in plan.texts:
+        print(f"Load it with peft.PeftModel.from_pretrained(base, {str(out)!r})")
+    elif CONFIG in plan.texts and not adapted:
         kinds = plan.texts[CONFIG].get("architectures")
         kind = kinds[0] if isinstance(kinds, list) and kinds else "AutoModel"
         print(f"Load it with transformers.{kind}.from_pretrained({str(out)!r})")

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from zeroshard.access.adapter_export import adapter_facts
 from zeroshard.access.editing import WholeTensors
 from zeroshard.access.frozen_base import FrozenBase, check_base, merged_facts, without
 from zeroshard.access.given import GivenWeights, LoadedKeys, check_same, shared
@@ -320,6 +321,7 @@ class State:
             "buffers": self.buffers.facts(),
             "ignored": sorted(ignored_in(self._model)),
             **quantised_facts(self._model),
+            **adapter_facts(self._model),
             "tied": self._tied,
             "config": texts[CONFIG],
             "generation": texts[GENERATION],

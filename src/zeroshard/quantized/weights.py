@@ -173,14 +173,14 @@ class FourBits:
             state.state2.absmax = tensors["nested_absmax"]
         functional = importlib.import_module("bitsandbytes").functional
         values: Tensor = functional.dequantize_4bit(tensors[""].view(-1, 1), state)
-        return values.T if _is_turned(module) else values
+        return values.T if is_turned(module) else values
 
     def row(self, module: Any, name: str) -> Row | None:
         """As the package's object of statistics has them."""
         state = self._state(module, name)
         if state.nested and state.state2.blocksize != NESTED_BLOCK:
             return None
-        layout = TURNED if _is_turned(module) else MATRIX
+        layout = TURNED if is_turned(module) else MATRIX
         return row_of(state.quant_type, state.blocksize, bool(state.nested), list(state.shape), state.dtype, layout)
 
     def _state(self, module: Any, name: str) -> Any:
@@ -227,21 +227,21 @@ class EightBits:
         """By the package's own function."""
         functional = importlib.import_module("bitsandbytes").functional
         values: Tensor = functional.int8_vectorwise_dequant(tensors[""], tensors["SCB"])
-        return values.T if _is_turned(module) else values
+        return values.T if is_turned(module) else values
 
     def row(self, module: Any, name: str) -> Row | None:
         """Without a shape, which is that of the codes."""
-        layout = TURNED if _is_turned(module) else MATRIX
+        layout = TURNED if is_turned(module) else MATRIX
         return row_of("int8", 0, False, None, getattr(module, "source_dtype", torch.float32), layout)
 
 
-def _is_turned(module: Any) -> bool:
+def is_turned(module: Any) -> bool:
     """Whether a layer was quantised from a transposed weight, as transformers does with its `Conv1D`."""
     return getattr(module, "source_cls", nn.Linear) is not nn.Linear
 
 
 def _turned(module: Any, shape: torch.Size) -> torch.Size:
-    return torch.Size(reversed(shape)) if _is_turned(module) else shape
+    return torch.Size(reversed(shape)) if is_turned(module) else shape
 
 
 class Wrapped:

@@ -128,8 +128,8 @@ class PretrainedValues:
         self._config = getattr(self._part, "config", None)
         self._shards = Shards(path, files_of(path))
         scaled = ScaledShards(self._shards, quantisation_of(self._config) if quantisation is None else quantisation)
-        stored = {name: StoredTensor(scaled, name, scaled.dtype(name)) for name in scaled.shapes}
-        stored = with_microscaled(stored, self._shards)
+        plain = {name: StoredTensor(scaled, name, scaled.dtype(name)) for name in scaled.shapes}
+        stored = with_microscaled(plain, self._shards)
         self._wanted = Wanted.of(model)
         self._tensors = model_tensors(model, by_own_names(stored))
         self._tensors.tensors = quantised_tensors(model, self._tensors.tensors)
