@@ -50,6 +50,14 @@ BAD: dict[str, tuple[Callable[[Path], Path], str]] = {  # by name: the path, and
         lambda folder: write(folder, a__txt=b"PAR1\0\0") / "a.txt",
         r"a\.txt is parquet under another name; rename it to a\.parquet",
     ),
+    "an archive": (
+        lambda folder: write(folder, a__tar__gz=gzip.compress(b"x")) / "a.tar.gz",
+        r"a\.tar\.gz is an archive of files; unpack it, and give the folder",
+    ),
+    "a table": (
+        lambda folder: write(folder, a__csv="text\none\n") / "a.csv",
+        r"a\.csv is a table, .*write it as parquet",
+    ),
     "one JSON document": (lambda folder: write(folder, a__json="[]") / "a.json", r"JSON records in one document"),
     "two kinds": (
         lambda folder: write(folder, a__jsonl=LINE, b__txt="text"),
@@ -90,6 +98,9 @@ def test_words_are_paths_with_weights(tmp_path: Path, monkeypatch: pytest.Monkey
     assert parse_sources(["x,y:2", Path("z")]) == [(Path("x,y:2"), None), (Path("z"), None)]
     for wrong in ("a:b", "a:0", "a:-1", "a:inf", "a:nan", "a:"):
         with pytest.raises(DataError, match="a weight is a number above 0, such as a:2"):
+            parse_sources([wrong])
+    for wrong in ("", ",", "a,", "a,,b"):
+        with pytest.raises(DataError, match="in which a path is empty; give paths with commas"):
             parse_sources([wrong])
     with pytest.raises(DataError, match="data names a twice; name it once, with a weight"):
         parse_sources(["a,b:2", "a"])

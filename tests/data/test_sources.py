@@ -92,6 +92,8 @@ def test_a_line_that_does_not_parse_is_named(tmp_path: Path) -> None:
         source.columns(block, wrong, lines[wrong])
     with pytest.raises(DataError, match=r"a\.jsonl, line 4 holds a list and a record is a JSON object"):
         source.columns(block, other, lines[other])
+    with pytest.raises(DataError, match=r"line 1 is no JSON record .*recursion"):
+        source.columns(block, 0, b'{"text": ' + b"[" * 100_000)
 
 
 def test_parquet_is_read_by_row_groups(tmp_path: Path) -> None:
@@ -103,6 +105,10 @@ def test_parquet_is_read_by_row_groups(tmp_path: Path) -> None:
     assert source.where(source.blocks[1], 4).endswith("a.parquet, row group 1, row 5")
     source.only = ["text"]
     assert documents(source) == [{"text": row["text"]} for row in rows]
+    data = (tmp_path / "a.parquet").read_bytes()
+    (tmp_path / "a.parquet").write_bytes(data[:100] + bytes(2000) + data[2100:])
+    with pytest.raises(DataError, match=r"row group 0 of .*a\.parquet cannot be read \(.*\); write the file again"):
+        documents(open_source(find(tmp_path)))
     (tmp_path / "a.parquet").write_bytes(b"PAR1 damaged")
     with pytest.raises(DataError, match=r"a\.parquet is not valid parquet"):
         open_source(find(tmp_path))

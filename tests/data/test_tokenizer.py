@@ -51,6 +51,8 @@ def test_a_tokenizer_file_gives_back_its_text(tokenizer_file: Path) -> None:
     assert tokenizer.decode(tokens.tolist()) == TEXT
     assert tokenizer.bytes_per_token(tokens, raw) == len(raw) / len(tokens)
     assert tokenizer.encode(b"").shape == (0,)
+    whole, half = tokenizer.encode_all(["a ?", "a \ud83d"])  # half of a pair, as JSON may hold
+    assert half.tolist() == whole.tolist()
 
 
 def test_a_folder_stands_for_the_tokenizer_in_it(tokenizer_file: Path) -> None:

@@ -17,6 +17,8 @@ from zeroshard.errors import DataError
 Kind = Literal["text", "records", "parquet", "dataset"]
 RECORDS = (".jsonl", ".ndjson")  # a JSON record on every line
 COMPRESSED = (".gz", ".xz", ".bz2", ".zst")
+TABLES = (".csv", ".tsv")
+ARCHIVES = (".zip", ".tar", ".tgz", ".7z", ".rar")
 PARQUET_MAGIC, ARROW_MAGICS = b"PAR1", (b"ARROW1", b"\xff\xff\xff\xff")
 INFO, STATE, SPLITS = "dataset_info.json", "state.json", "dataset_dict.json"  # files that save_to_disk writes
 NO_DATA = {".md", ".json", ".yaml", ".yml", ".py", ".lock", ".rst"}  # of files that lie beside records
@@ -118,6 +120,13 @@ def _kind(file: Path, named: bool = True) -> Kind:
         raise DataError(
             f"{file} is Arrow, not text; give the folder that datasets.save_to_disk wrote, or write it as parquet"
         )
+    if suffix in ARCHIVES and named:
+        raise DataError(f"{file} is an archive of files; unpack it, and give the folder")
+    if suffix in TABLES and named:
+        raise DataError(
+            f"{file} is a table, and a model would learn its commas instead of its text; write it as parquet, or a "
+            f"record on each line of a .jsonl file, as Dataset.from_csv and Dataset.to_json do"
+        )
     if suffix == ".json" and named:
         raise DataError(
             f"{file} holds JSON records in one document, and a model would learn their syntax instead of their text; "
@@ -193,7 +202,9 @@ def parse_sources(named: Sequence[Path | str]) -> list[tuple[Path, float | None]
     """
     found: list[tuple[Path, float | None]] = []
     for word in map(str, named):
-        for piece in [word] if Path(word).exists() else word.split(","):
+        for piece in [word] if word and Path(word).exists() else word.split(","):
+            if not piece:
+                raise DataError(f"data is {word!r}, in which a path is empty; give paths with commas between them")
             path, colon, weight = piece.rpartition(":")
             if not colon or Path(piece).exists():
                 found.append((Path(piece), None))

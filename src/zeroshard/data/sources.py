@@ -159,7 +159,7 @@ class RecordFiles(DocumentSource):
         assert isinstance(record, bytes)
         try:
             parsed = json.loads(record)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             shown = record[:40].decode("utf-8", errors="replace").strip()
             raise DataError(
                 f"{self.where(block, place)} is no JSON record ({error}): {shown!r}; correct or remove the line"
@@ -193,13 +193,12 @@ class ParquetFiles(DocumentSource):
 
     def records(self, block: FileBlock) -> Iterator[tuple[int, Record]]:
         """The rows of the row group."""
-        place = 0
-        file = self._open(self.found.files[block.file])
-        with file:
-            for batch in file.iter_batches(ROWS, row_groups=[block.start], columns=self.only):
-                for row in batch.to_pylist():
-                    yield place, row
-                    place += 1
+        place, path = 0, self.found.files[block.file]
+        with self._open(path) as file:
+            batches = file.iter_batches(ROWS, row_groups=[block.start], columns=self.only)
+            while rows := _rows_of(batches, f"row group {block.start} of {path}"):
+                yield from enumerate(rows, place)
+                place += len(rows)
 
     def columns(self, block: FileBlock, place: int, record: Record) -> Mapping[str, Any] | str:
         """The row."""
@@ -247,6 +246,19 @@ class DatasetFolder(DocumentSource):
     def _places(self) -> Iterator[tuple[int, int, int]]:
         count = len(self._rows)
         return ((0, start, min(start + ROWS, count)) for start in range(0, count, ROWS))
+
+
+def _rows_of(batches: Iterator[Any], where: str) -> list[Any]:
+    """The rows of the next batch of parquet; none at the end.
+
+    Raises:
+        DataError: it is damaged.
+    """
+    try:
+        return next((rows for batch in batches if (rows := batch.to_pylist())), [])
+    except Exception as error:  # pyarrow's own errors, and those of the system
+        shown = str(error).partition("\n")[0]
+        raise DataError(f"{where} cannot be read ({shown}); write the file again or leave it out") from error
 
 
 def open_source(found: DataFiles) -> DocumentSource:

@@ -152,7 +152,11 @@ class JsonTokenizer:
 
     def encode_all(self, texts: Sequence[str]) -> list[Array]:
         """[n] int32 of each text, without tokens that the text does not have; on several threads."""
-        encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        try:
+            encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        except (TypeError, UnicodeEncodeError):  # halves of surrogate pairs, which JSON may hold and UTF-8 does not
+            whole = [text.encode(errors="replace").decode() for text in texts]
+            encoded = self._tokenizer.encode_batch_fast(whole, add_special_tokens=False)
         return [np.array(each.ids, dtype=np.int32) for each in encoded]
 
     def decode(self, tokens: Sequence[int]) -> str:
