@@ -172,6 +172,8 @@ def test_sampling_follows_the_logits() -> None:
     frequency = torch.bincount(drawn, minlength=4) / 4000
     expected = F.softmax(torch.tensor([0.0, 0.5, 1.0, -math.inf]), dim=0)
     torch.testing.assert_close(frequency, expected, atol=0.03, rtol=0.0)
+    assert generate(model, [0], 3, temperature=1e-45, top_k=2, generator=generator) == [2, 2, 2]  # as at 0
+    assert len(generate(model, [0], 3, temperature=math.inf, top_k=2, generator=generator)) == 3
 
 
 def test_generation_gives_the_model_what_it_can_take() -> None:

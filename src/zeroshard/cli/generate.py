@@ -58,4 +58,5 @@ def run_generate(argv: Sequence[str]) -> None:
     text = trained.generate(
         options.prompt, options.tokens, options.temperature, options.top_k, options.seed, options.chat
     )
-    print(text if options.chat else options.prompt + text)
+    prompt = options.prompt.encode(errors="replace").decode()  # bytes of a terminal that are no text
+    print(text if options.chat else prompt + text)

@@ -183,7 +183,8 @@ def _sample(logits: Tensor, temperature: float, top_k: int | None, generator: to
     """One token drawn from `logits` [V]."""
     if temperature == 0.0:
         return int(logits.argmax())
+    scaled = (logits - logits.max()) / temperature  # none above 0: near 0 a temperature overflows downwards alone
     if top_k is not None:
-        smallest = logits.topk(min(top_k, len(logits))).values[-1]
-        logits = logits.masked_fill(logits < smallest, -math.inf)
-    return int(torch.multinomial(torch.softmax(logits / temperature, dim=0), 1, generator=generator))
+        smallest = scaled.topk(min(top_k, len(scaled))).values[-1]
+        scaled = scaled.masked_fill(scaled < smallest, -math.inf)
+    return int(torch.multinomial(torch.softmax(scaled, dim=0), 1, generator=generator))

@@ -23,7 +23,7 @@ def check_least(options: Any, least: Mapping[str, float]) -> None:
     """
     for name, low in least.items():
         value = getattr(options, name)
-        if value is not None and value < low:
+        if value is not None and not value >= low:  # nor is NaN
             raise ConfigError(f"{name} is {value}; it must be {low} or more.")
 
 

@@ -52,7 +52,7 @@ class Trained:
         text = self.tokenizer.chat([{"role": "user", "content": prompt}], reply=True) if chat else prompt
         found = generate(
             lambda window: self.built.logits(self.built.module, window),
-            self.tokenizer.encode(text.encode()).tolist(),
+            self.tokenizer.encode(text.encode(errors="replace")).tolist(),
             tokens,
             temperature=temperature,
             top_k=top_k,
