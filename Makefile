@@ -70,7 +70,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.tested: $(VENV)/.installed
-	$(PIP) --editable '.[dev,hf,peft,quantized,tensorboard,lightning,trl,data]'
+	$(PIP) --editable '.[dev,hf,peft,quantized,tensorboard,lightning,trl,data,diffusers]'
 	touch $@
 
 $(GPU_VENV)/.installed: pyproject.toml

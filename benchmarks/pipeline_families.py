@@ -1,12 +1,16 @@
 """Families of transformers in pipelines of two and three stages, beside a plain loop: cut, refused, or different.
 
-    python benchmarks/pipeline_families.py [--families NAME ...] [--json [FILE]]
+    python benchmarks/pipeline_families.py [--families NAME ...] [--all-schedules] [--json [FILE]]
 
 Each tiny model is trained for three steps by SGD in two stages under 1F1B and in three under GPipe, and whole in one
 process, on the same microbatches. Losses, the update of the first step and the weights after the last one
 must be equal up to 1e-5 of the largest. Beside language models there are pairs of modalities and encoders of images.
-The table has the blocks, the learned tensors that cross the boundary of two stages, and for refusals the reason. The
+The table has the blocks, the learned tensors that cross the boundaries, and for refusals the reason. The
 exit status is 1 if anything differed or failed without a reason.
+
+With `--all-schedules` 17 kinds of models with six blocks or more, or those named, are trained in two and in three
+stages under each schedule that flushes. Models that draw are compared with one process under `rng="exact"`.
+The UNets are those of diffusers, and are left out where it is not installed.
 
 With `--json` figures and table are kept as FILE and beside it with the ending .md, by default
 benchmarks/results/pipeline-families-DATE.json.
@@ -14,7 +18,7 @@ benchmarks/results/pipeline-families-DATE.json.
 
 import argparse
 import copy
-import importlib
+import importlib.util
 import json
 import os
 import sys
@@ -41,17 +45,20 @@ from torch import Tensor, nn  # noqa: E402
 from transformers.utils import logging  # noqa: E402
 
 import zeroshard as zs  # noqa: E402
+from zeroshard.schedule.orders import FLUSHING  # noqa: E402
 
-STAGES, STEPS, MICROBATCHES, RATE, TOLERANCE = {2: "1f1b", 3: "gpipe"}, 3, 2, 0.02, 1e-5
+STEPS, RATE, TOLERANCE = 3, 0.02, 1e-5
+SHORT = ((2, "1f1b"), (3, "gpipe"))  # stages and schedules
+LONG = tuple((stages, name) for stages in (2, 3) for name in FLUSHING if name != "pipedream-flush")  # 1F1B's other name
 REFUSALS = (zs.PlanError, zs.ModelError, zs.BatchError)
 Batch = dict[str, Tensor]
 
 WORDS = {"vocab_size": 64, "hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 3, "num_attention_heads": 2}
 WORDS |= {"num_key_value_heads": 1, "max_position_embeddings": 32, "bos_token_id": 1, "eos_token_id": 2}
 WORDS |= {"pad_token_id": 0}
-SIGHT: dict[str, Any] = {"hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2}
+SIGHT: dict[str, Any] = {"hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 3, "num_attention_heads": 2}
 SIGHT |= {"image_size": 16, "patch_size": 8}
-SOUND = {"vocab_size": 64, "d_model": 12, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2}
+SOUND = {"vocab_size": 64, "d_model": 12, "encoder_layers": 3, "decoder_layers": 3, "encoder_attention_heads": 2}
 SOUND |= {"decoder_attention_heads": 2, "encoder_ffn_dim": 20, "decoder_ffn_dim": 20, "num_mel_bins": 8}
 SOUND |= {"max_source_positions": 16, "max_target_positions": 16, "pad_token_id": 0, "bos_token_id": 1}
 SOUND |= {"eos_token_id": 2, "decoder_start_token_id": 1}
@@ -90,22 +97,73 @@ def gemma(rows: int) -> Batch:
     return {**made, "token_type_ids": (made["input_ids"] == IMAGE).long(), "pixel_values": images(rows)}
 
 
-def deep(name: str, layers: int) -> nn.Module:
+def deep(name: str) -> nn.Module:
     """A language model with more layers than `families` gives it."""
-    kinds = {"layers_block_type": ["linear_attention", "hybrid"] * 2 + ["linear_attention"]} if name == "zamba2" else {}
-    more = {**families.OF_FAMILIES.get(name, {}), "num_hidden_layers": layers, "n_layer": layers, **kinds}
-    with unittest.mock.patch.dict(
-        families.OF_FAMILIES, {name: {k: v for k, v in more.items() if k != "hybrid_layer_ids"}}
-    ):
+    more = {**families.OF_FAMILIES.get(name, {}), **DEEP[name]}
+    more.pop("hybrid_layer_ids", None)
+    kinds = families.KINDS[::-1] if name == "bart" else families.KINDS  # with its encoder
+    own = unittest.mock.patch.dict(families.OF_FAMILIES, {name: more})
+    with own, unittest.mock.patch.object(families, "KINDS", kinds):
         return families.build(name)
 
 
+def drawing(rate: float) -> nn.Module:
+    """A vision transformer with stochastic depth, up to this rate."""
+    config = hf.Dinov2Config(**{**SIGHT, "num_hidden_layers": 6, "mlp_ratio": 2}, drop_path_rate=rate)
+    return hf.Dinov2ForImageClassification(config)
+
+
+class Denoiser(nn.Module):
+    """A UNet of diffusers that predicts noise at random times, with a text that conditions it or without."""
+
+    def __init__(self, conditioned: bool) -> None:
+        super().__init__()
+        import diffusers
+
+        sizes: dict[str, Any] = {"sample_size": 16, "in_channels": 3, "out_channels": 3, "layers_per_block": 1}
+        sizes |= {"block_out_channels": (8, 8, 16), "norm_num_groups": 4, "attention_head_dim": 4}
+        downs, ups = ("DownBlock2D", "AttnDownBlock2D"), ("UpBlock2D", "AttnUpBlock2D")
+        if conditioned:
+            downs, ups = ("DownBlock2D", "CrossAttnDownBlock2D"), ("UpBlock2D", "CrossAttnUpBlock2D")
+            sizes["cross_attention_dim"] = 12
+        kind = diffusers.UNet2DConditionModel if conditioned else diffusers.UNet2DModel
+        order = [downs[1], downs[1], downs[0]]
+        self.unet = kind(down_block_types=order, up_block_types=[ups[0], ups[1], ups[1]], **sizes)
+
+    def forward(self, images: Tensor, noise: Tensor, times: Tensor, **text: Tensor) -> Any:
+        """The mean squared error of the predicted noise, as `loss` of an answer like those of transformers."""
+        found = self.unet(images + noise * times.view(-1, 1, 1, 1) / 100, times, **text).sample
+        return hf.utils.ModelOutput(loss=nn.functional.mse_loss(found, noise))
+
+
+def noisy(conditioned: bool, rows: int) -> Batch:
+    """Images with noise, times, and the states of a text if it conditions."""
+    made = {"images": images(rows), "noise": images(rows), "times": torch.randint(0, 100, (rows,))}
+    return {**made, "encoder_hidden_states": torch.randn(rows, 5, 12)} if conditioned else made
+
+
 def words(name: str, rows: int) -> Batch:
-    """Tokens and labels."""
-    tokens = torch.randint(3, families.VOCABULARY, (rows, 9))
-    return {"input_ids": tokens, "labels": tokens}
+    """Tokens and labels; for encoder-decoders the decoder's tokens, and router losses."""
+    tokens, made = torch.randint(3, families.VOCABULARY, (rows, 9)), dict[str, Any]()
+    if name in ("t5", "switch_transformers", "bart"):
+        made["decoder_input_ids"] = tokens.flip(1)
+    if name == "switch_transformers":
+        made["output_router_logits"] = True
+    return {"input_ids": tokens, "labels": tokens, **made}
 
 
+SIX = {"num_hidden_layers": 6}
+DEEP: Mapping[str, Mapping[str, Any]] = {
+    "t5": {"num_layers": 3, "num_decoder_layers": 3},
+    "switch_transformers": {"num_layers": 3, "num_decoder_layers": 3, "router_jitter_noise": 0.0},
+    "bart": {"encoder_layers": 3, "decoder_layers": 3},
+    **dict.fromkeys(("albert", "mamba2", "llama", "bert"), SIX),
+    "gpt2": {"n_layer": 6},
+    "zamba2": {
+        "num_hidden_layers": 7,
+        "layers_block_type": [*["linear_attention", "hybrid"] * 3, "linear_attention"],
+    },
+}
 MORE: Mapping[str, tuple[Callable[[], nn.Module], Callable[[int], Batch]]] = {
     "clip": (
         lambda: hf.CLIPModel(hf.CLIPConfig(text_config=WORDS, vision_config=SIGHT, projection_dim=6)),
@@ -128,7 +186,7 @@ MORE: Mapping[str, tuple[Callable[[], nn.Module], Callable[[int], Batch]]] = {
             hf.Qwen2VLConfig(
                 text_config={**WORDS, "rope_parameters": SECTIONS},
                 vision_config={
-                    **{"depth": 2, "embed_dim": 16, "hidden_size": 12, "num_heads": 2, "patch_size": 4},
+                    **{"depth": 3, "embed_dim": 16, "hidden_size": 12, "num_heads": 2, "patch_size": 4},
                     **{"spatial_merge_size": 2, "temporal_patch_size": 2, "mlp_ratio": 2},
                 },
                 **{"image_token_id": IMAGE, "vision_start_token_id": BEFORE, "vision_end_token_id": AFTER},
@@ -154,7 +212,7 @@ MORE: Mapping[str, tuple[Callable[[], nn.Module], Callable[[int], Batch]]] = {
         lambda rows: {"input_features": torch.randn(rows, 8, 32), "labels": torch.randint(3, 64, (rows, 6))},
     ),
     "vit": (
-        lambda: hf.ViTForImageClassification(hf.ViTConfig(**SIGHT)),
+        lambda: hf.ViTForImageClassification(hf.ViTConfig(**{**SIGHT, "num_hidden_layers": 6})),
         lambda rows: {"pixel_values": images(rows), "labels": torch.randint(0, 2, (rows,))},
     ),
     "swin": (
@@ -166,11 +224,19 @@ MORE: Mapping[str, tuple[Callable[[], nn.Module], Callable[[int], Batch]]] = {
         ),
         lambda rows: {"pixel_values": images(rows), "labels": torch.randint(0, 2, (rows,))},
     ),
+    "vit, stochastic depth": (
+        partial(drawing, 0.4),
+        lambda rows: {"pixel_values": images(rows), "labels": torch.randint(0, 2, (rows,))},
+    ),
+    **{f"{name}, deep": (partial(deep, name), partial(words, name)) for name in DEEP},
     **{
-        f"{name}, {layers} layers": (partial(deep, name, layers), partial(words, name))
-        for name, layers in (("albert", 4), ("mamba2", 4), ("zamba2", 5), ("llama", 4), ("gpt2", 4), ("bert", 4))
+        f"unet, {kind}": (partial(Denoiser, kind == "text"), partial(noisy, kind == "text"))
+        for kind in (("images", "text") if importlib.util.find_spec("diffusers") else ())
     },
-    "mixtral, router losses": (lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**WORDS, **ROUTED)), text),
+    "mixtral, router losses": (
+        lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**{**WORDS, "num_hidden_layers": 6}, **ROUTED)),
+        text,
+    ),
     "qwen3_moe, router losses": (
         lambda: hf.Qwen3MoeForCausalLM(
             hf.Qwen3MoeConfig(**WORDS, **ROUTED, moe_intermediate_size=12, head_dim=6)
@@ -178,6 +244,12 @@ MORE: Mapping[str, tuple[Callable[[], nn.Module], Callable[[int], Batch]]] = {
         text,
     ),
 }  # fmt: skip
+NAMED = (
+    *(f"{name}, deep" for name in ("t5", "bart", "switch_transformers", "albert", "zamba2", "mamba2")),
+    *("whisper", "clip", "siglip", "llava", "qwen2_vl", "gemma3", "mixtral, router losses", "vit"),
+    *("vit, stochastic depth", *(name for name in MORE if name.startswith("unet"))),
+)
+RANDOM = ("vit, stochastic depth",)
 
 
 def build(name: str) -> nn.Module:
@@ -194,7 +266,7 @@ def batch(name: str, model: nn.Module, step: int) -> Batch:
     return MORE[name][1](2) if name in MORE else {k: v[:1] for k, v in families.batch(model, step).items()}
 
 
-def trained(mesh: zs.Mesh, name: str) -> dict[str, Any]:
+def trained(mesh: zs.Mesh, name: str, schedule: str) -> dict[str, Any]:
     """The result of one family, on one of the ranks."""
     warnings.simplefilter("ignore")
     logging.set_verbosity_error()
@@ -202,14 +274,16 @@ def trained(mesh: zs.Mesh, name: str) -> dict[str, Any]:
     plain = copy.deepcopy(model)
     row: dict[str, Any] = {"class": type(model).__name__}
     try:
-        cut = zs.Pipeline(mesh.ranks, schedule=STAGES[mesh.ranks], balance="parameters")
-        plan = zs.Plan(pipeline_parallel=cut, microbatches=MICROBATCHES)
+        chunks = 2 if schedule == "interleaved" else 1
+        cut = zs.Pipeline(mesh.ranks, schedule=schedule, virtual_stages=chunks, balance="parameters")  # type: ignore[arg-type]
+        numbers: Any = "exact" if name in RANDOM else "fast"
+        plan = zs.Plan(pipeline_parallel=cut, microbatches=mesh.ranks, rng=numbers)
         make = partial(torch.optim.SGD, lr=RATE)
         engine = zs.Engine(model, make, plan, mesh=mesh, example=batch(name, plain, 0))
         chain = engine._stage.chain
         firsts = engine._stage.firsts[1:-1]
         row |= {"blocks": chain.blocks, "carried": [max(1, len(chain.carried.at(first))) for first in firsts]}
-        row |= compared(engine, plain, name)
+        row |= compared(engine, plain, name, mesh.ranks)
     except REFUSALS as error:
         return row | {"verdict": "refused", "why": str(error)}
     except Exception as error:
@@ -218,16 +292,22 @@ def trained(mesh: zs.Mesh, name: str) -> dict[str, Any]:
     return row | {"verdict": "equal" if worst <= TOLERANCE else "differs"}
 
 
-def compared(engine: Any, plain: Any, name: str) -> dict[str, Any]:
+def compared(engine: Any, plain: Any, name: str, microbatches: int) -> dict[str, Any]:
     """How far losses, the first update and weights are from those of a plain loop, relative to the largest."""
     optimizer = torch.optim.SGD(plain.parameters(), lr=RATE)
+    alone = None
+    if name in RANDOM:
+        make = partial(torch.optim.SGD, lr=RATE)
+        alone = zs.Engine(plain, make, zs.Plan(microbatches=microbatches, rng="exact"), mesh=zs.Mesh())
     far: dict[str, Any] = {"losses": 0.0}
     for step in range(STEPS):
-        parts = [batch(name, plain, MICROBATCHES * step + n) for n in range(MICROBATCHES)]
+        parts = [batch(name, plain, microbatches * step + n) for n in range(microbatches)]
         before = families.weights_of(plain)
         expected = 0.0
-        for part in parts:
-            loss = plain(**part).loss / MICROBATCHES
+        if alone is not None:
+            expected = float(alone.train_step(zs.Microbatches(parts)).loss)
+        for part in parts if alone is None else ():
+            loss = plain(**part).loss / microbatches
             loss.backward()
             expected += float(loss)
         optimizer.step()
@@ -236,38 +316,46 @@ def compared(engine: Any, plain: Any, name: str) -> dict[str, Any]:
         far["losses"] = max(far["losses"], families.distance(expected - float(found)) / max(1.0, abs(expected)))
         if step in (0, STEPS - 1):
             worst, error, moved, largest = families.furthest(engine.state_dict(), plain, before)
+            if not moved:
+                raise ValueError("no weight of the plain loop moved in this step")
             kind, scale = ("gradients", max(RATE, moved)) if step == 0 else ("weights", max(1.0, largest))
             far |= {kind: error / scale, f"worst of {kind}": worst}
     return far
 
 
-def run(names: Sequence[str]) -> dict[str, Any]:
-    """Train, and print a line for each family and number of stages."""
+def run(names: Sequence[str], runs: Sequence[tuple[int, str]]) -> dict[str, Any]:
+    """Train, and print a line for each family, number of stages and schedule."""
     from pool import Pool, WorkerError
 
-    began, rows, pool = time.monotonic(), dict[str, Any](), Pool(max(STAGES), tuple(STAGES))
+    began, rows = time.monotonic(), dict[str, Any]()
+    sizes = tuple(sorted({stages for stages, _ in runs}))
+    pool = Pool(max(sizes), sizes)
     target = importlib.import_module(Path(__file__).stem).trained  # the workers import it by this name
     for name in names:
-        for stages in STAGES:
-            if rows.get(name, {}).get(2, {}).get("blocks", stages) < stages:
+        for stages, schedule in runs:
+            needed = stages * (2 if schedule == "interleaved" else 1)
+            known = [row["blocks"] for row in rows.get(name, {}).values() if "blocks" in row]
+            if known and known[0] < needed:
                 continue
             try:
-                row = pool.run(target, stages, name)[0]
+                answers = pool.run(target, stages, name, schedule)
+                bad = [each for each in answers if each["verdict"] != "equal"]
+                row = next((each for each in bad if not each.get("why", "").startswith("CommError")), answers[0])
             except (WorkerError, AssertionError) as error:
                 pool.stop()
                 row = {"verdict": "failed", "why": str(error).strip().splitlines()[-1]}
-            rows.setdefault(name, {})[stages] = row
+            cell = f"{stages} stages, {schedule}"
+            rows.setdefault(name, {})[cell] = row
             figures = ", ".join(f"{each} {row[each]:.0e}" for each in ("losses", "gradients", "weights") if each in row)
             carried = f"{row['blocks']} blocks, carried {row['carried']}" if "blocks" in row else ""
-            print(f"{name:<28} {stages} stages  {row['verdict']:<8} {carried:<28} {figures}", flush=True)
+            print(f"{name:<28} {cell:<21}  {row['verdict']:<8} {carried:<28} {figures}", flush=True)
             if "why" in row:
                 print(f"    {row['why']}", flush=True)
     pool.stop()
-    counts = {
-        stages: dict(Counter(each[stages]["verdict"] for each in rows.values() if stages in each)) for stages in STAGES
-    }
-    for stages, found in counts.items():
-        print(f"{stages} stages: " + ", ".join(f"{count} {verdict}" for verdict, count in found.items()))
+    cells = [f"{stages} stages, {schedule}" for stages, schedule in runs]
+    counts = {cell: dict(Counter(each[cell]["verdict"] for each in rows.values() if cell in each)) for cell in cells}
+    for cell, found in counts.items():
+        print(f"{cell}: " + ", ".join(f"{count} {verdict}" for verdict, count in found.items()))
     return {"families": rows, "counts": counts, "seconds": round(time.monotonic() - began)}
 
 
@@ -275,20 +363,20 @@ def markdown(kept: Mapping[str, Any]) -> str:
     """The table as it is kept."""
     lines = [
         f"{kept['cpu']}, {kept['cores']} cores, {kept['date']}; {kept['seconds']} s; torch {kept['torch']}, "
-        f"transformers {kept['transformers']}; {STEPS} steps of {MICROBATCHES} microbatches.",
+        f"transformers {kept['transformers']}; {STEPS} steps, as many microbatches as stages.",
         "",
-        *(f"- {n} stages, {STAGES[n]}: {', '.join(f'{v} {k}' for k, v in kept['counts'][n].items())}" for n in STAGES),
+        *(f"- {cell}: {', '.join(f'{v} {k}' for k, v in found.items())}" for cell, found in kept["counts"].items()),
         "",
         "| Family | Stages | Verdict | Blocks | Tensors at the boundaries | Losses | Gradients | Weights | Why |",
-        "|---|---:|---|---:|---|---:|---:|---:|---|",
+        "|---|---|---|---:|---|---:|---:|---:|---|",
     ]
-    for name, of_stages in kept["families"].items():
-        for stages, row in of_stages.items():
+    for name, cells in kept["families"].items():
+        for cell, row in cells.items():
             figures = (f"{row[each]:.0e}" if each in row else "–" for each in ("losses", "gradients", "weights"))
             carried = ", ".join(map(str, row.get("carried", []))) or "–"
             why = row.get("why", "").replace("|", "/").replace("\n", " ")
             lines.append(
-                f"| {name} | {stages} | {row['verdict']} | {row.get('blocks', '–')} | {carried} | "
+                f"| {name} | {cell.replace(' stages', '')} | {row['verdict']} | {row.get('blocks', '–')} | {carried} | "
                 f"{' | '.join(figures)} | {why} |"
             )
     lines += ["", "Left out:", ""]
@@ -299,14 +387,17 @@ def markdown(kept: Mapping[str, Any]) -> str:
 def main() -> int:
     """Run and keep."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--families", nargs="+", metavar="NAME", default=[*families.names(), *MORE])
+    parser.add_argument("--families", nargs="+", metavar="NAME", help="by default all")
+    parser.add_argument("--all-schedules", action="store_true", help="two and three stages, by default of 18 families")
     parser.add_argument("--json", nargs="?", const="", metavar="FILE", help="keep figures and table")
     options = parser.parse_args()
-    kept = run(options.families)
+    every = options.all_schedules
+    kept = run(options.families or (NAMED if every else [*families.names(), *MORE]), LONG if every else SHORT)
     if options.json is not None:
         today = datetime.now(UTC).date().isoformat()
         kept |= circumstances() | {"date": today, "torch": torch.__version__, "transformers": hf.__version__}
-        path = Path(options.json) if options.json else RESULTS / f"pipeline-families-{today}.json"
+        kind = "pipeline-schedules" if every else "pipeline-families"
+        path = Path(options.json) if options.json else RESULTS / f"{kind}-{today}.json"
         path.write_text(json.dumps(kept, indent=1) + "\n")
         path.with_suffix(".md").write_text(markdown(kept))
     return int(any(found.keys() & {"differs", "failed"} for found in kept["counts"].values()))

@@ -207,16 +207,26 @@ class Routed(nn.Module):
         return y
 
 
+class Dispatching(Routed):
+    """Asks which tokens go where, which the meta device does not know."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, chosen = super().forward(x), self.router.weight.sum() > 0
+        return y + chosen.nonzero().sum()
+
+
 class RouterLoss(Plain):
+    kind = Routed
+
     def __init__(self) -> None:
         super().__init__(0)
-        self.blocks = nn.ModuleList([Routed() for _ in range(3)])
+        self.blocks = nn.ModuleList([self.kind() for _ in range(3)])
         self.logits: list[Tensor] = []
         for block in self.blocks:
             block.router.register_forward_hook(self._take)
 
     def __deepcopy__(self, memo: Any) -> "RouterLoss":
-        new = RouterLoss()
+        new = type(self)()
         new.load_state_dict(self.state_dict())
         return new
 
@@ -230,6 +240,10 @@ class RouterLoss(Plain):
         chosen = F.one_hot(logits.argmax(-1), 4).float().mean(0)
         self.logits.clear()
         return loss + (logits.softmax(-1).mean(0) * chosen).sum()
+
+
+class DispatchedLoss(RouterLoss):
+    kind = Dispatching
 
 
 class Doubled(torch.autograd.Function):
@@ -319,6 +333,11 @@ def test_parts_of_models_with_several_tensors_between_blocks(name: str) -> None:
     torch.manual_seed(1)
     chain = check_all_cuts(kind(), (data(2), data(3)))
     assert chain.carried.needed
+
+
+def test_results_taken_out_of_blocks_that_need_values() -> None:
+    """Their shapes are those of the example."""
+    assert check_all_cuts(DispatchedLoss(), (tokens(2), tokens(2))).carried.needed
 
 
 class Kept(nn.Module):

@@ -22,11 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from zeroshard.errors import BatchError
 from zeroshard.pipeline.cut.layers import Layer
 from zeroshard.pipeline.cut.origins import ReturnedValue
+from zeroshard.pipeline.cut.placeholders import stand_in_for
 
 WRITTEN, UNDER = -1, -2  # the leaf of a function that wrote into its first argument, and of what that is a view of
 
@@ -123,6 +124,10 @@ class _FrameFunctions(TorchFunctionMode):
 class LearnedValues(_FrameFunctions):
     """Follows values with a gradient through the code around the blocks, in the forward of the example.
 
+    Args:
+        device: of the code around the blocks, if the blocks are on meta; results that hooks take out of a block are
+            placeholders there.
+
     Attributes:
         layer_of: by key, the layer that makes a value.
         last_read: by key, the last layer that reads it, except as the activation that enters a block.
@@ -135,8 +140,9 @@ class LearnedValues(_FrameFunctions):
         outer: by the name of a module that ran inside of a gated one, the other's name.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
         super().__init__()
+        self._device, self._shown = device, dict[int, Tensor]()
         self.layer_of: dict[ReturnedValue, int] = {}
         self.last_read: dict[ReturnedValue, int] = {}
         self.nodes: dict[ReturnedValue, Any] = {}
@@ -150,6 +156,21 @@ class LearnedValues(_FrameFunctions):
         self._inner: set[ReturnedValue] = set()
         self._marked: set[int] = set()  # copies of activations, which enter blocks
         self._known: dict[int, Any] = {}  # weak references, so that no address is mistaken for an earlier one's
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function, and enter its result."""
+        if self._device is not None and self._outside:
+            args, kwargs = tree_map(self._on_device, (args, kwargs))
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def _on_device(self, leaf: Any) -> Any:
+        """A placeholder for a learned value on meta; any other leaf as it is."""
+        if not isinstance(leaf, Tensor) or not leaf.is_meta or id(leaf) not in self._keys:
+            return leaf
+        if id(leaf) not in self._shown:
+            shown = self._shown[id(leaf)] = stand_in_for(leaf, self._device)
+            self._keys[id(shown)] = self._keys[id(leaf)][0], _version(shown)
+        return self._shown[id(leaf)]
 
     def begin_phase(self, phase: int) -> None:
         """Begin the code after so many blocks, or the last code of the model."""

@@ -100,8 +100,8 @@ class Origins(TorchDispatchMode):
 
     @property
     def running(self) -> str | None:
-        """The name of the gated module that runs."""
-        return None if self._call is None else self._call.path
+        """The name of the gated module that runs and is followed."""
+        return None if self._call is None or self._paused else self._call.path
 
     @contextmanager
     def call(self, path: str, layer: int, args: Any, has_parameters: bool) -> Iterator[_Call | None]:

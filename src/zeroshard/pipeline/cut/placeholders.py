@@ -25,19 +25,26 @@ class Placeholders:
 
     Attributes:
         inner: gates of modules inside of others, whose shapes are known with theirs.
+        seen: paths of modules inside of the one that runs, with the shapes of what they returned.
     """
 
     def __init__(self) -> None:
         self.inner: dict[nn.Module, Gate] = {}
+        self.seen: list[tuple[str, _Flat]] = []
         self._inside: list[tuple[Gate, _Flat]] | None = None  # calls of `inner` in a forward on meta
         self._known: dict[Any, tuple[_Flat, list[tuple[Gate, _Flat]]]] = {}
-        self._recorded: dict[Any, tuple[list[Any], _Flat]] = {}
+        self._recorded: dict[Any, tuple[list[Any], _Flat, list[tuple[str, _Flat]]]] = {}
         self._on_meta: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] | None = None
 
-    def record(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Record the output shapes of a real call, for a module that cannot run on the meta device."""
+    def record(self, module: nn.Module, args: Any, kwargs: Any, output: Any, began: int = 0) -> None:
+        """Record the output shapes of a real call, for a module that cannot run on the meta device.
+
+        Args:
+            began: the length of `seen` before the call.
+        """
         shapes = tree_leaves(tree_map(_shape_of, (args, kwargs)))
-        self._recorded[_key(module, args, kwargs)] = shapes, tree_flatten(tree_map(_shape_of, output))
+        self._recorded[_key(module, args, kwargs)] = shapes, shapes_of(output), self.seen[began:]
+        del self.seen[began:]
 
     def forget(self) -> None:
         """Clear the cache: dtypes of parameters, or their devices, have changed."""
@@ -68,7 +75,7 @@ class Placeholders:
     def note(self, gate: Gate, output: Any) -> bool:
         """Whether only shapes are looked for; then notes those of a module inside of another."""
         if self._inside is not None:
-            self._inside.append((gate, tree_flatten(tree_map(_shape_of, output))))
+            self._inside.append((gate, shapes_of(output)))
         return self._inside is not None
 
     def of(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, writable: bool = False) -> Any:
@@ -98,22 +105,21 @@ class Placeholders:
                 return torch.empty_like(leaf, device="meta") if isinstance(leaf, Tensor) else leaf
 
         state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        hooked = [module, *(each for each in module.modules() if each in self.inner)]
-        hooks = [(each, name, vars(each)[name]) for each in hooked for name in HOOKS]
+        hooked = [module, *(each for each in module.modules() if each in self.inner)]  # their hooks run around the gate
         self._inside = []
         try:
-            for each, name, _ in hooks:
-                vars(each)[name] = OrderedDict()  # they run around the gate
-            with instead(module, forward), torch.no_grad(), _AnyDtype():  # type: ignore[no-untyped-call]
+            with without_hooks(hooked), instead(module, forward), torch.no_grad(), _AnyDtype():  # type: ignore[no-untyped-call]
                 meta_args, meta_kwargs = tree_map(to_meta, (args, kwargs))
                 output = functional_call(module, tree_map(to_meta, state), meta_args, meta_kwargs)
-            return tree_flatten(tree_map(_shape_of, output)), self._inside
+            return shapes_of(output), self._inside
         except Exception as error:
+            gates = {gate.path: gate for gate in self.inner.values()}
+            if key in self._recorded:
+                _, outputs, calls = self._recorded[key]
+                return outputs, [(gates[path], flat) for path, flat in calls if path in gates]
             recorded = {} if set(self.inner).intersection(module.modules()) else self._recorded
-            if key in recorded:
-                return recorded[key][1], []
             shapes = tree_leaves(tree_map(_shape_of, (args, kwargs)))
-            for (one, *_, spec), (inputs, outputs) in recorded.items():
+            for (one, *_, spec), (inputs, outputs, _) in recorded.items():
                 if one == id(module) and spec == key[-1]:
                     alike = _alike(inputs, outputs[0], shapes)
                     if alike is not None:
@@ -124,8 +130,19 @@ class Placeholders:
             ) from error
         finally:
             self._inside = None
-            for each, name, found in hooks:
-                vars(each)[name] = found
+
+
+@contextmanager
+def without_hooks(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Call no hook of these modules' forwards inside."""
+    hooks = [(module, name, vars(module)[name]) for module in modules for name in HOOKS]
+    for module, name, _ in hooks:
+        vars(module)[name] = OrderedDict()
+    try:
+        yield
+    finally:
+        for module, name, found in hooks:
+            vars(module)[name] = found
 
 
 @contextmanager
@@ -193,6 +210,11 @@ def _alike(inputs: list[Any], outputs: list[Any], now: list[Any]) -> list[Any] |
     return found
 
 
+def shapes_of(output: Any) -> "_Flat":
+    """The shapes and dtypes of an output's tensors, among its other leaves, and its structure."""
+    return tree_flatten(tree_map(_shape_of, output))
+
+
 def _shape_of(leaf: Any) -> Any:
     return _Shape(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf
 
@@ -257,6 +279,26 @@ def _key(module: nn.Module, args: Any, kwargs: Any) -> Any:
         for leaf in leaves
     )
     return id(module), module.training, tuple(described), spec
+
+
+class _StandIn(torch.autograd.Function):
+    """A tensor on a device with a graph edge from a tensor on meta."""
+
+    @staticmethod
+    def forward(ctx: Any, source: Tensor, device: torch.device) -> Tensor:
+        """NaN, or zeros where there is none, in memory of its own: a frame may write into it."""
+        value = math.nan if source.is_floating_point() or source.is_complex() else 0
+        return torch.full(source.shape, value, dtype=source.dtype, device=device)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """Never called: only the graph is used."""
+        raise NotImplementedError("a placeholder has no gradient")
+
+
+def stand_in_for(leaf: Any, device: torch.device | None) -> Any:
+    """NaN on a device in place of a tensor on meta, with an edge of autograd's graph from it; other leaves stay."""
+    return _StandIn.apply(leaf, device) if isinstance(leaf, Tensor) else leaf  # type: ignore[no-untyped-call]
 
 
 @contextmanager

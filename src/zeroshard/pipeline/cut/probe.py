@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from zeroshard.errors import ModelError
 from zeroshard.pipeline.cut.carried import LearnedValues
 from zeroshard.pipeline.cut.gates import Gate, activation_at, open_up, place_of_activation, with_activation
 from zeroshard.pipeline.cut.origins import Origins
-from zeroshard.pipeline.cut.placeholders import Placeholders
+from zeroshard.pipeline.cut.placeholders import Placeholders, shapes_of, stand_in_for, without_hooks
 from zeroshard.platform import accelerator
 
 STD = 0.02  # of random weights
@@ -72,7 +73,7 @@ class Probe:
         self.returned: dict[int, tuple[Gate, Tensor, int]] = {}
         self.stands_for: dict[Any, nn.Parameter] = {}
         self.uses = BufferUses(())
-        self.origins, self.learned = Origins(), LearnedValues()
+        self.origins, self.learned = Origins(), LearnedValues(device)
         self.recomputed = False
         self._calls: Counter[str] = Counter()
         self._apart = False
@@ -132,10 +133,12 @@ class Probe:
 
         def inner(module: nn.Module, args: Any, output: Any) -> None:
             path, outer = paths.get(module), self.origins.running
-            if path is not None and outer is not None and not self._apart and path != outer:
-                self.learned.came_out(path, self._calls[path], output, outer)
-                self.origins.inner(path, self._calls[path], tree_leaves(output))
-                self._calls[path] += 1
+            if path is None or outer is None or path == outer:
+                return
+            self._placeholders.seen.append((path, shapes_of(output)))
+            self.learned.came_out(path, self._calls[path], output, outer)
+            self.origins.inner(path, self._calls[path], tree_leaves(output))
+            self._calls[path] += 1
 
         handles = model.register_forward_hook(leave), register_module_forward_hook(inner)
         try:
@@ -165,12 +168,13 @@ class Probe:
             if id(leaf) in self.returned:
                 maker, _, version = self.returned[id(leaf)]
                 maker.overwritten |= leaf._version > version
+        began = len(self._placeholders.seen)
         if self._device is None or self._apart or next(gate.module.parameters(), None) is None:
             output = gate.inner(*args, **kwargs)
             open_up(output, gate, (args, kwargs))
         else:
             output = self._run_apart(gate, args, kwargs)
-        self._placeholders.record(gate.module, args, kwargs, output)
+        self._placeholders.record(gate.module, args, kwargs, output, began)
         for leaf in tree_leaves((args, kwargs)):
             if id(leaf) in self.returned:
                 self.returned[id(leaf)] = (*self.returned[id(leaf)][:2], leaf._version)
@@ -188,6 +192,7 @@ class Probe:
         try:
             with _own_parameters(gate.module, self.stands_for):
                 try:
+                    self._try(gate, taken)
                     output = gate.inner(*taken[0], **taken[1])
                 except Exception:  # of whatever kind: it asks for a value, or has a tensor that is not on meta
                     taken = args, kwargs
@@ -198,7 +203,14 @@ class Probe:
         open_up(output, gate, (args, kwargs))
         if is_block:
             self.entered[-1] = activation_at(taken, gate.takes, gate)  # which the block may have written into
-        return tree_map(lambda leaf: _placeholder(leaf, self._device), output)
+        return tree_map(partial(stand_in_for, device=self._device), output)
+
+    def _try(self, gate: Gate, taken: Any) -> None:
+        """Run a module on meta without the hooks that take results out of it, if there are some: they get them once."""
+        if not any(module._forward_hooks for module in gate.module.modules()):
+            return
+        with without_hooks(gate.module.modules()), torch.no_grad(), self.origins.paused():
+            gate.inner(*taken[0], **taken[1])
 
     def _mark(self, tree: Any, place: int, gate: Gate) -> Any:
         with self.origins.paused():
@@ -330,25 +342,6 @@ def _recomputed() -> bool:
     """Whether torch.utils.checkpoint runs this code again in the backward, with the arguments that it gave."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
-
-
-class _StandIn(torch.autograd.Function):
-    """A tensor on a device with a graph edge from a tensor on meta."""
-
-    @staticmethod
-    def forward(ctx: Any, source: Tensor, device: torch.device) -> Tensor:
-        """NaN, or zeros where there is none, in memory of its own: a frame may write into it."""
-        value = math.nan if source.is_floating_point() or source.is_complex() else 0
-        return torch.full(source.shape, value, dtype=source.dtype, device=device)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """Never called: only the graph is used."""
-        raise NotImplementedError("a placeholder has no gradient")
-
-
-def _placeholder(leaf: Any, device: torch.device | None) -> Any:
-    return _StandIn.apply(leaf, device) if isinstance(leaf, Tensor) else leaf  # type: ignore[no-untyped-call]
 
 
 def _to_meta(leaf: Any) -> Any:
