@@ -33,8 +33,10 @@ python_maximum_signature_line_length = 88
 
 def keep_colons(app: Any, what: str, name: str, found: object, options: object, lines: list[str]) -> None:
     """Put an attribute's docstring together again where napoleon took what comes before a colon for a type."""
-    if what in ("attribute", "property") and len(lines) > 2 and lines[-1].startswith(":type: "):
-        lines[:] = [f"{lines[-1].removeprefix(':type: ')}: {lines[0]}", *lines[1:-1]]
+    types = [line for line in lines if line.startswith(":type: ")]
+    if what in ("attribute", "property") and len(lines) > 2 and types:
+        first, *others = (line for line in lines if line not in types)
+        lines[:] = [f"{types[0].removeprefix(':type: ')}: {first}", *others]
 
 
 def setup(app: Any) -> None:

@@ -19,9 +19,9 @@ Bytes = tuple[int, int, int]  # by kind; fp32 master weights are optimizer state
 STYLE = """
 svg{font-family:system-ui,-apple-system,'Segoe UI',Roboto,'Liberation Sans',sans-serif;font-size:14px}
 .page{fill:#ffffff}.axis{stroke:#5f6870;fill:none}text{fill:#23282d}.quiet{fill:#5f6870}.name{font-weight:600}
-.k0{fill:#2f6db5}.k1{fill:#3d9c5f}.k2{fill:#b5651d}.formula{opacity:.5}
+.k0{fill:#2f6db5;stroke:#2f6db5}.k1{fill:#3d9c5f;stroke:#3d9c5f}.k2{fill:#b5651d;stroke:#b5651d}.formula{fill-opacity:.4}
 @media (prefers-color-scheme:dark){.page{fill:#15181b}.axis{stroke:#9ba4ab}text{fill:#e3e6e8}.quiet{fill:#9ba4ab}
-.k0{fill:#5794dc}.k1{fill:#4fb274}.k2{fill:#d98a45}}
+.k0{fill:#5794dc;stroke:#5794dc}.k1{fill:#4fb274;stroke:#4fb274}.k2{fill:#d98a45;stroke:#d98a45}}
 """
 
 

@@ -159,19 +159,22 @@
   }
 
   // lines and markers of charts
-  const LINES = ".scatterlayer path.js-line, .scatterlayer path.point, .fills path.js-fill, .barlayer .point path, .shapelayer path, .xy path.crisp.zl, .legendlines path, .axis";
+  const LINES = ".scatterlayer path.js-line, .scatterlayer path.point, .fills path.js-fill, .barlayer .point path, .shapelayer path, .xy path.crisp.zl, .legendlines path, .axis, figure.picture svg [stroke]:not(.rule, .tip)";
   for (const shape of document.querySelectorAll(LINES)) {
     if (!visible(shape) || shape.closest(".shaded .barlayer")) continue;
     const box = shape.getBoundingClientRect();
     if (box.width < 1 && box.height < 1) continue;
     const style = getComputedStyle(shape);
-    const filled = style.fill !== "none" && Number(style.fillOpacity) > 0;
-    const isLine = style.stroke !== "none" && !filled;
-    const paint = isLine ? colourOf(style.stroke) : filled ? colourOf(style.fill) : null;
-    if (!paint || paint[3] === 0) continue;
-    const ground = backgroundOf(shape);
-    const ratio = contrast(over([...paint.slice(0, 3), paint[3] * opacityOf(shape)], ground), ground);
-    if (ratio < LINE - 0.01) found.add(`contrast ${ratio.toFixed(2)} of a line: ${shape.parentElement.getAttribute("class") ?? ""} ${shape.getAttribute("class") ?? shape.tagName} ${isLine ? style.stroke : style.fill}`);
+    const filled = shape.tagName !== "line" && style.fill !== "none" && Number(style.fillOpacity) > 0;
+    const paints = [style.stroke, filled ? style.fill : "none"].filter((paint) => !/none|url/.test(paint));
+    const picture = shape.closest("figure.picture")?.querySelector("svg > rect"); // the sheet that it is drawn on
+    const ground = picture ? colourOf(getComputedStyle(picture).fill) : backgroundOf(shape);
+    const ratios = paints
+      .map(colourOf)
+      .filter((paint) => paint[3] > 0)
+      .map((paint) => contrast(over([...paint.slice(0, 3), paint[3] * opacityOf(shape)], ground), ground));
+    const ratio = Math.max(...ratios, ratios.length ? 0 : Infinity); // a border or its fill shows a shape
+    if (ratio < LINE - 0.01) found.add(`contrast ${ratio.toFixed(2)} of a line: ${shape.parentElement.getAttribute("class") ?? ""} ${shape.getAttribute("class") ?? shape.tagName} ${paints.join(" ")}`);
   }
   return [...found];
 })();

@@ -9,6 +9,8 @@ import pytest
 from browser import SCREENS, started
 
 ROOT = Path(__file__).parents[1]
+PICTURES = ROOT / "docs" / "pictures"
+HEAD = "<!DOCTYPE html><meta charset='utf-8'><meta name='color-scheme' content='light dark'>"
 GENERATED = {"genindex.html", "py-modindex.html", "search.html"}
 
 
@@ -43,3 +45,15 @@ def test_every_page_is_whole_and_legible_on_every_screen(built: Path) -> None:
                 where = f"{page.relative_to(built)}, {width} pixels, {'dark' if dark else 'light'}"
                 found.setdefault(where, []).extend(browser.findings())
     assert {where: each for where, each in found.items() if each} == {}
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("picture", sorted(PICTURES.glob("*.svg")), ids=lambda path: path.stem)
+def test_a_picture_is_whole_and_legible(picture: Path, tmp_path: Path) -> None:
+    """No text over another, contrast of text 4.5 : 1 and of lines 3 : 1 (rules and frames left out)."""
+    page = tmp_path / "picture.html"
+    page.write_text(f"{HEAD}<figure class='picture'>{picture.read_text()}</figure>")
+    with started() as browser:
+        for dark in (False, True):
+            browser.show(1280, dark)
+            assert (browser.open(page), browser.findings(), dark) == ([], [], dark)

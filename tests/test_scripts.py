@@ -43,6 +43,7 @@ TOY = {  # words behind the name of each script; KEPT is a file for its figures
     "compiled.py": "--width 16 --blocks 2 --rows 1 --sequence 8 --steps 1 --backend eager --json KEPT",
     "data.py": "--bytes 2e6 --rounds 1 --seconds 0.2 --json KEPT",
     "estimates.py": "--quick --rounds 1 --only 'schedule 1f1b' --json KEPT",
+    "first_minutes.py": "--here --path loop --json KEPT",
     "gist.py": "losses --steps 2 --width 16 --layers 1 --json KEPT",
     "gpu/all.py": "--cpu --out . --json KEPT",
     "gpu/several.py": "--cpu --out . --json KEPT",

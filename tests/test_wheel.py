@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 import zeroshard as zs
 
@@ -76,12 +77,19 @@ def test_an_installation_runs_from_its_own_files(wheel: Path, tmp_path: Path) ->
     assert found["back"] == [True, False, True]
     version = run([sys.executable, "-m", "zeroshard", "--version"], tmp_path, PYTHONPATH=str(place))
     assert zs.__version__ in version
+    words = [sys.executable, "-m", "zeroshard", "doctor", "--quick", "--json"]
+    checked = json.loads(run(words, tmp_path, PYTHONPATH=str(place), XDG_CACHE_HOME=str(tmp_path / "cache")))
+    subjects = {finding["subject"]: finding for finding in checked["findings"]}
+    assert {"Python", "torch", "GPU", "memory", "cores", "compiler", "disk"} <= subjects.keys()
+    assert subjects["torch"]["found"] == f"torch {torch.__version__}" and checked["profile"] is None
 
 
 def test_readme_and_docs_begin_with_one_line_to_install() -> None:
     pages = [(ROOT / name).read_text() for name in ("README.md", "docs/index.md", "docs/quickstart.md")]
-    lines = {re.search(r"^ *(pip install .*?) *#", page, re.MULTILINE)[1] for page in pages}  # type: ignore[index]
-    assert len(lines) == 1, "a release changes the same line everywhere"
+    lines = [re.findall(r"^ *(pip install .*?) *#", page, re.MULTILINE) for page in pages]
+    assert lines == [["pip install .", 'pip install "git+$REPOSITORY"']] * 3, (
+        "a release changes the same line everywhere"
+    )
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for page in pages[:2]:
         assert project["requires-python"] == ">=3.11" and "Python 3.11 or newer" in page
