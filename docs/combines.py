@@ -39,7 +39,7 @@ PARTS: dict[str, dict[str, Any]] = {
 NAMES = {
     "groups": "Groups of ranks (HSDP)",
     "shared": "Shared memory between ranks",
-    "overlap": "Gathers beside the next forward",
+    "overlap": "Gathers during the next forward",
     "bf16": "Mixed precision in bf16",
     "fp16": "Mixed precision in fp16, with loss scaling",
     "each": "Gradient accumulation, reduced in each microbatch",

@@ -87,7 +87,7 @@ else:
                 raise
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
         if name == "Plan":
-            module.Plan.search = _search
+            module.Plan._search = _search
         return globals().setdefault(name, getattr(module, name)) if name in _MODULES else module
 
     def _search(*job: object) -> object:

@@ -85,6 +85,8 @@ RENAMED_VALUES: dict[str, dict[Any, Any]] = {  # by setting: values of earlier v
 class Plan:
     """How to train: the slices that each rank keeps, the precision, and the parts of a step.
 
+    docs/settings.md and `zeroshard train --help-all` explain every setting.
+
     Raises:
         PlanError: a value out of range, or two settings that do not combine, with the way out.
     """
@@ -96,7 +98,7 @@ class Plan:
         "microbatches": ("--gradient-accumulation-steps",),
         "clip_norm": ("--max-grad-norm",),
     }
-    search: ClassVar[Callable[..., "Plan"] | None] = None  # of the planner; the package sets it on first use
+    _search: ClassVar[Callable[..., "Plan"] | None] = None  # of the planner; the package sets it on first use
     zero: Literal[0, 1, 2, 3] = 2
     """ZeRO stage: 0 keeps everything on every rank, 1 slices optimizer states, 2 gradients too, 3 parameters too."""
     shard_group: int | None = None
@@ -280,11 +282,11 @@ class Plan:
             PlanError: no plan fits, with the way out; or arguments that contradict each other.
             ModelError, OptimizerError, BatchError: a model, optimizer or batch that no plan can train.
         """
-        if cls.search is None:
+        if cls._search is None:
             raise PlanError(
                 "Plan.auto needs the planner, which this Plan lacks: take it by `from zeroshard import Plan`."
             )
-        return cls.search(model, batch, optimizer, machines, ranks, base, say or LOG.info, fresh)
+        return cls._search(model, batch, optimizer, machines, ranks, base, say or LOG.info, fresh)
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any]) -> "Plan":

@@ -49,6 +49,24 @@ def check_unit(name: str, size: str | int) -> None:
         raise ConfigError(f"{name} is {size}, which is bytes without a unit; write {size}GiB or {size}MiB.")
 
 
+def shard_bytes(size: str | int, name: str) -> int:
+    """The most bytes of tensors in a file, from a size such as "5GB".
+
+    Args:
+        name: of the setting.
+
+    Raises:
+        ConfigError: it is no size.
+    """
+    try:
+        most = parse_bytes(size)
+    except ConfigError:
+        most = 0
+    if most < 1:
+        raise ConfigError(f"{name} is {size!r}; write a size such as 500MB or 5GB.")
+    return most
+
+
 def format_bytes(n: float) -> str:
     """``1536`` -> ``1.50 KiB``; whole bytes without decimals, everything else with two."""
     if not math.isfinite(n):

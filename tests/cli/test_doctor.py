@@ -11,7 +11,6 @@ from zeroshard.cli import doctor as doctor_command
 from zeroshard.cli.doctor import run_doctor
 from zeroshard.doctor.facts import Facts, gather_facts
 from zeroshard.doctor.profile import Beside, MachineProfile, Timing
-from zeroshard.errors import ConfigError
 
 ROWS = (Timing(2**12, 0.123e-3, 0.045e-3), Timing(2**24, 0.234567, 0.1))
 MADE = MachineProfile(
@@ -143,9 +142,8 @@ def test_threads_are_the_environments(
 
 
 def test_wrong_options_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="disk is nowhere, which is no folder"):
-        run_doctor(["--disk", "nowhere"], CALM)
     for words, complaint in (
+        (["--disk", "nowhere"], "--disk is nowhere, which is no folder"),
         (["--quick", "--out", "a.json"], "--quick measures nothing"),
         (["--out", str(tmp_path)], "is a folder"),
     ):

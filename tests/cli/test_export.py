@@ -198,7 +198,7 @@ def test_one_tensor_is_in_memory(
 
 def test_nothing_is_overwritten(saved: Saved, capsys: pytest.CaptureFixture[str]) -> None:
     Path("w").mkdir()
-    assert "w exists, and nothing is overwritten" in refusal(capsys, str(saved[0]), "--out", "w")
+    assert "--out is w, which exists, and nothing is overwritten" in refusal(capsys, str(saved[0]), "--out", "w")
 
 
 def test_damage_leaves_nothing_behind(saved: Saved, capsys: pytest.CaptureFixture[str]) -> None:

@@ -143,3 +143,10 @@ main(["train", "--ranks", "2", "--zero", "3", "--steps", "3"])
 """
     environment = {name: value for name, value in ENVIRONMENT.items() if name not in ("RANK", "WORLD_SIZE")}
     subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=PATIENCE)
+
+
+def test_words_in_another_encoding_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.main(["train", "--out", os.fsdecode(b"r\xfcns")])
+    assert left.value.code == 2
+    assert "has bytes that are not utf-8, the encoding of this locale; set PYTHONUTF8=1" in capsys.readouterr().err

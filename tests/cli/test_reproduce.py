@@ -7,6 +7,7 @@ from itertools import islice
 
 import pytest
 
+from zeroshard.cli import early_options
 from zeroshard.cli import reproduce as reproduce_command
 from zeroshard.cli.reproduce import run_reproduce
 from zeroshard.doctor.hardware import Link, Machines
@@ -210,3 +211,7 @@ def test_parameters_and_operations_of_switch_transformers() -> None:
     assert round(T5Shape(4096, 10240, 64, 24, 24, 128).parameters / 1e9) == 395
     assert check(CLAIMS["switch-operations"]).reproduced  # type: ignore[arg-type]
     assert T5Shape(768, 2048, 12, 12).operations == T5Shape(768, 2048, 12, 12, 12, 128).operations
+
+
+def test_the_names_that_are_known_without_torch_are_all() -> None:
+    assert tuple(CLAIMS) == early_options.CLAIMS

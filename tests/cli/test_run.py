@@ -1,5 +1,6 @@
 """The options of `zeroshard run`, and what it refuses before anything is started."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 
 from zeroshard import supervisor as supervise
 from zeroshard.cli import main as cli
-from zeroshard.cli.run import check_command
+from zeroshard.cli.run import check_command, run_ranks
 
 
 @pytest.fixture
@@ -27,11 +28,13 @@ def run(*words: str) -> int:
     return left.value.code
 
 
-def test_a_job(jobs: list[Any]) -> None:
+def test_a_job(jobs: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").touch()
     options = ["--nproc-per-node", "2", "--timeout", "5", "--max-restarts", "0", "--reports", "r"]
-    assert run(*options, "--", "train", "--steps", "3", "--", "x") == 7
+    assert run(*options, "--", "mine.py", "--steps", "3", "--", "x") == 7
     (job,) = jobs
-    assert job.command == ("train", "--steps", "3", "--", "x")
+    assert job.command == ("mine.py", "--steps", "3", "--", "x")
     assert (job.place.processes, job.limits.timeout, job.max_restarts, job.reports) == (2, 5.0, 0, Path("r"))
 
 
@@ -76,3 +79,18 @@ def test_help(jobs: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_script_that_is_there(tmp_path: Path) -> None:
     (tmp_path / "a.py").touch()
     check_command([str(tmp_path / "a.py"), "--x"])
+
+
+def test_the_supervisor_logs_and_the_command_shows_its_log(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    def supervise(job: object) -> int:
+        logging.getLogger("zeroshard.supervisor.leader").warning("rank 1 was killed")
+        return 7
+
+    monkeypatch.setattr("zeroshard.supervisor.supervise", supervise)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    with pytest.raises(SystemExit) as end:
+        run_ranks(1, [])
+    assert end.value.code == 7 and capsys.readouterr().err == "zeroshard: rank 1 was killed\n"
+    assert caplog.messages == ["rank 1 was killed"] and not logging.getLogger("zeroshard.supervisor").handlers

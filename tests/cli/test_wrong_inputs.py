@@ -53,6 +53,9 @@ WRONG = r"""
     train --ranks 0 | --ranks is 0; it must be 1 or more
     train --ranks two | --ranks: 'two' is not a whole number
     train --ranks 1.5 | --ranks: '1.5' is not a whole number
+    train --ranks 3 --pp 2 | 3 ranks do not divide among --pp 2; start a multiple of 2 ranks
+    train --ranks 2 --tp 3 | 2 ranks do not divide among --tp 3; start a multiple of 3 ranks
+    train --pp 2 | 1 rank does not divide among --pp 2; start a multiple of 2 ranks
     train --pp 0 | --pp is 0; it must be a whole number of 1 or more
     train --tp -2 | --tp is -2; it must be a whole number of 1 or more
     train --pipeline-parallel.schedule gpip | --pipeline-parallel.schedule: 'gpip' is not one of naive, gpipe
@@ -143,13 +146,23 @@ WRONG = r"""
     checkpoint | the action is missing; write zeroshard checkpoint, then one of ls
     checkpoint list | no action 'list'; write zeroshard checkpoint, then one of ls
     checkpoint info | PATH must be given
+    checkpoint ls nowhere | nowhere is no folder; give a checkpoint
+    checkpoint info nowhere | nowhere is no checkpoint: there is no such folder; Give
+    checkpoint verify text | text is no checkpoint: the folder has no MANIFEST.json; Give
+    checkpoint diff notes.txt runx | notes.txt is no checkpoint: it is a file; Give
     export | PATH must be given
+    export nowhere | nowhere is no checkpoint: there is no such folder; Give
+    export runx --max-shard-size lots | --max-shard-size is 'lots'; write a size such as 500MB
+    export runx --out text | --out is text, which exists, and nothing is overwritten; name another
     export runs --dtype fp8 | --dtype: 'fp8' is not one of fp32, bf16, fp16
     generate runx | --prompt must be given
     generate nowhere --prompt x | run names nowhere, which is no folder; give a run folder
     generate text --prompt x | text has no config.toml, so it is no run folder; give one
     generate runx --prompt x --temperature -1 | --temperature is -1.0; it must be 0 or more
     evaluate nowhere | run names nowhere, which is no folder; give a run folder
+    evaluate runx | runx is no checkpoint: the folder has no MANIFEST.json; Give
+    generate runx --prompt x | runx is no checkpoint: the folder has no MANIFEST.json; Give
+    verify --ranks 3 --pp 2 | 3 ranks do not divide among --pp 2; start a multiple of 2 ranks
     verify --steps 0 | --steps is 0; it must be 1 or more
     verify --model smal | --model smal names no model; did you mean small?
     verify --zero 9 | --zero: '9' is not one of 0, 1, 2, 3
@@ -157,6 +170,13 @@ WRONG = r"""
     profile --out text | text cannot be written; name a file
     partition | --profile must be given
     partition --profile bad.json --devices 4 --link-gbps 10 | bad.json is no profile; `zeroshard profile` makes one
+    profile --device gpu | --device is 'gpu'; it must be auto, cpu; here cuda
+    profile --tokenizer gpt2 | --tokenizer names gpt2, which does not exist; give "bytes" or the path
+    doctor --disk nowhere | --disk is nowhere, which is no folder; name one that exists
+    doctor --out notes.txt/x.json | notes.txt is a file; name a folder
+    reproduce zero-memory | no claim 'zero-memory'; did you mean offload-memory?
+    run -- train --zero 9 | --zero: '9' is not one of 0, 1, 2, 3
+    run -- train --data nowhere | --data names nowhere, which does not exist; give an existing
     doctor --what | no option --what here; --help lists
     completion tcsh | SHELL: 'tcsh' is not one of bash, zsh, fish
 """

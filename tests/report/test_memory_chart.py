@@ -71,7 +71,7 @@ def test_a_thousand_events_keep_the_peak() -> None:
 def test_all_ranks_are_lines_over_the_same_step() -> None:
     chart = ranks_chart([_step([(MIB, 0, 0), (2 * MIB, 0, 0)]), _step([(4 * MIB, 0, 0), (MIB, 0, 0)], rank=3)])
     assert chart is not None and [trace["name"] for trace in chart.traces] == ["rank 0", "rank 3"]
-    assert "the fullest is rank 3 with 4.00 MiB, the emptiest peaks at 2.00 MiB" in chart.caption
+    assert "the highest peak is 4.00 MiB, on rank 3, the lowest 2.00 MiB" in chart.caption
     assert ranks_chart([_step([(MIB, 0, 0)])]) is None
 
 

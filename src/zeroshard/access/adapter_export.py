@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.access.whole_weights import HeldBoxes, WholeWeights
-from zeroshard.checkpoint.export import CONFIG, ExportPlan, folder_of, narrowed, plan_export, shard_bytes, texts_of
+from zeroshard.checkpoint.export import CONFIG, ExportPlan, folder_of, narrowed, plan_export, texts_of
 from zeroshard.checkpoint.file_names import FAMILY, grouped, renamed
 from zeroshard.checkpoint.stream import Slot
 from zeroshard.errors import CheckpointWarning, PlanError
 from zeroshard.quantized.weights import is_turned
-from zeroshard.text import format_names
+from zeroshard.text import format_names, shard_bytes
 from zeroshard.units.adapters import base_names, layers_of_adapters
 
 FACT = "adapters"  # its key among the facts of a checkpoint

@@ -24,7 +24,6 @@ from zeroshard.checkpoint.export import (
     narrowed,
     plan_export,
     refuse_existing,
-    shard_bytes,
     texts_of,
     write_export,
 )
@@ -35,6 +34,7 @@ from zeroshard.errors import CheckpointError, CommError, ConfigError, PlanError
 from zeroshard.parts.part import Part, Parts
 from zeroshard.pipeline.buffers import Buffers
 from zeroshard.quantized.weights import end_of, take_apart
+from zeroshard.text import shard_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,8 +86,8 @@ def write(order: WriteOrder, mesh: Mesh, coordination: Coordination) -> None:
     problem = coordination.broadcast(problem)
     if problem:
         raise CheckpointError(
-            f"The checkpoint {order.path} was not written: {problem.rstrip('.')}. Earlier ones are as they were; mend "
-            f"that and save again."
+            f"The checkpoint {order.path} was not written: {problem.rstrip('.')}. Earlier ones are as they were; "
+            f"remove the cause and save again."
         )
     if mesh.rank == 0:
         LOG.info("wrote the checkpoint %s", order.path)
@@ -157,7 +157,8 @@ def _manifest(order: WriteOrder, parts: list[list[Any]]) -> Manifest:
             if known != entry:
                 raise CheckpointError(
                     f"'{name}' has another shape or dtype on another rank ({list(entry.shape)} and {entry.dtype}, "
-                    f"{list(known.shape)} and {known.dtype}); let it be alike on all, or persistent=False"
+                    f"{list(known.shape)} and {known.dtype}); make it equal on all "
+                    f"ranks, or register it with persistent=False"
                 )
             box = Box(tuple(start), tuple(lengths))
             chunks.setdefault(name, []).append(Chunk(shard["file"], box, tuple(blocks)))

@@ -27,7 +27,6 @@ from zeroshard.checkpoint.file_names import FileGroup
 from zeroshard.checkpoint.stream import Slot, in_order, write_tensors
 from zeroshard.checkpoint.weights import INDEX, SINGLE
 from zeroshard.errors import CheckpointError, ConfigError
-from zeroshard.text import parse_bytes
 
 SHARD_SIZE = "5GB"
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -97,24 +96,6 @@ def plan_export(
     if len(shards) > 1:
         tables[INDEX] = _index(shards)
     return ExportPlan(groups, shards, tables, _copies(source, tables), checked)
-
-
-def shard_bytes(size: str | int, name: str) -> int:
-    """The most bytes of tensors in a file, from a size such as "5GB".
-
-    Args:
-        name: of the setting.
-
-    Raises:
-        ConfigError: it is no size.
-    """
-    try:
-        most = parse_bytes(size)
-    except ConfigError:
-        most = 0
-    if most < 1:
-        raise ConfigError(f"{name} is {size!r}; write a size such as 500MB or 5GB.")
-    return most
 
 
 def narrowed(groups: Sequence[FileGroup], wide: Container[str]) -> frozenset[str]:

@@ -106,8 +106,6 @@ def _checkpoints(path: Path, depth: int = DEPTH) -> Iterator[Path]:
 
 
 def _list(options: ListOptions) -> bool:
-    if not options.path.is_dir():
-        raise CheckpointError(f"{options.path} is no folder; give a checkpoint, a run folder, or a folder of runs.")
     lines = [listed(path) for path in _checkpoints(options.path)]
     lines.sort(key=lambda line: (str(Path(line.path).parent), line.step or 0, line.path))
     if options.json:

@@ -14,7 +14,6 @@ from zeroshard.doctor.checkup import Finding, Level, findings_of
 from zeroshard.doctor.facts import Facts, gather_facts
 from zeroshard.doctor.measure import Effort, measure
 from zeroshard.doctor.profile import PAIR, MachineProfile, Timing, default_path
-from zeroshard.errors import ConfigError
 from zeroshard.report.plain_table import plain_table
 from zeroshard.text import format_bytes
 
@@ -41,8 +40,6 @@ def run_doctor(argv: Sequence[str], environment: Mapping[str, str], effort: Effo
     from zeroshard.train.options import parse
 
     options = parse(DoctorOptions, argv, "zeroshard doctor")
-    if not options.disk.is_dir():
-        raise ConfigError(f"disk is {options.disk}, which is no folder; name one that exists.")
     facts = gather_facts(environment, options.disk)
     findings = findings_of(facts)
     console = Console(highlight=False)

@@ -3,16 +3,19 @@
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from zeroshard.errors import ConfigError
+from zeroshard.errors import CheckpointError, ConfigError
 from zeroshard.plan import Plan
-from zeroshard.text import wrapped
+from zeroshard.text import shard_bytes, wrapped
+from zeroshard.train.early_checks import check_checkpoint, check_device, check_place, check_tokenizer
 from zeroshard.train.named_models import is_code
 from zeroshard.train.option_tree import Positional
 from zeroshard.train.option_values import check_least
 from zeroshard.train.options import HELP, parse
+from zeroshard.validation.rank_count import check_ranks
 
 CHECKPOINT_USAGE = """usage: zeroshard checkpoint ACTION PATH...
 
@@ -22,6 +25,15 @@ CHECKPOINT_USAGE = """usage: zeroshard checkpoint ACTION PATH...
   diff A B     compare two, whatever plans wrote them
 
 PATH is a checkpoint, or a run folder, which stands for its newest. All take --json."""
+
+LIST = "list"
+CLAIMS = (  # names of `zeroshard.reproduce.CLAIMS`, whose module loads torch
+    *("zero-figure-1", "zero-table-1", "zero-table-2", "zero-table-2-mp", "zero-volume", "zero-growth"),
+    *("zero-configurations", "offload-memory", "offload-wire", "offload-one-device", "gpipe-bubble", "1f1b-bubble"),
+    *("interleaved-bubble", "streaming-bubble", "in-flight", "weight-versions", "vgg16-split"),
+    *("megatron-collectives", "ptdp-table-1", "ptdp-sizes", "ptdp-tensor-or-pipeline", "ptdp-data-or-model"),
+    *("ptdp-microbatch", "ptdp-interleaving", "ptdp-scatter-gather", "switch-parameters", "switch-operations"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +93,11 @@ class ExportOptions:
     """Of a model of peft: the adapter of this name alone, such as default, as PeftModel.from_pretrained reads it."""
     base_folder: Path | None = None
     """Folder of the frozen base that the checkpoint left out; by default the one from which the run read it."""
+
+    def __post_init__(self) -> None:
+        shard_bytes(self.max_shard_size, "max_shard_size")
+        if self.out is not None and self.out.exists():
+            raise ConfigError(f"out is {self.out}, which exists, and nothing is overwritten; name another folder.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,6 +193,30 @@ class DoctorOptions:
             raise ConfigError("--quick measures nothing, so there is nothing to write to --out; leave out one of them.")
         if self.out is not None and self.out.is_dir():
             raise ConfigError(f"{self.out} is a folder; name a file.")
+        if self.out is not None:
+            check_place("the folder of out", self.out.parent)
+        if not self.disk.is_dir():
+            raise ConfigError(f"disk is {self.disk}, which is no folder; name one that exists.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReproduceOptions:
+    """Compute published numbers again: the published one, ours, the difference, and how ours was obtained."""
+
+    claim: Positional[str] = LIST
+    """Name of a claim, or list for one line of each."""
+    all: bool = False
+    """Compute every claim; some rehearse models of many layers and take a minute or more."""
+    json: bool = False
+    """Print JSON instead of tables."""
+
+    def __post_init__(self) -> None:
+        if self.claim != LIST and self.all:
+            raise ConfigError(f"{self.claim} is one claim and all means every one; leave out one of the two.")
+        if self.claim not in (LIST, *CLAIMS):
+            near = get_close_matches(self.claim, CLAIMS, n=1)
+            way_out = f"did you mean {near[0]}?" if near else "`zeroshard reproduce list` names them."
+            raise ConfigError(f"There is no claim {self.claim!r}; {way_out}")
 
 
 CHECKPOINT: Mapping[str, Any] = {"ls": ListOptions, "verify": VerifyOptions, "info": InfoOptions, "diff": DiffOptions}
@@ -184,6 +225,7 @@ EARLY: Mapping[str, type] = {
     "verify": VerificationOptions,
     "profile": ProfileOptions,
     "doctor": DoctorOptions,
+    "reproduce": ReproduceOptions,
 }
 
 
@@ -207,8 +249,25 @@ def read_early(argv: Sequence[str]) -> None:
 
     Raises:
         ConfigError: as `read_checkpoint_action`, and for a file that `--config` names.
+        CheckpointError, PlanError: a path, a device or a number of ranks that cannot be.
     """
     if argv[0] == "checkpoint":
-        read_checkpoint_action(argv[1:])
+        _check_paths(*read_checkpoint_action(argv[1:]))
     elif argv[0] in EARLY:
-        parse(EARLY[argv[0]], argv[1:], f"zeroshard {argv[0]}")
+        options = parse(EARLY[argv[0]], argv[1:], f"zeroshard {argv[0]}")
+        if isinstance(options, ExportOptions):
+            check_checkpoint(options.path)
+        elif isinstance(options, ProfileOptions):
+            check_tokenizer(options.tokenizer)
+            check_device(options.device)
+        elif isinstance(options, VerificationOptions) and options.ranks is not None:
+            check_ranks(options.plan, options.ranks)
+
+
+def _check_paths(action: str, options: Any) -> None:
+    if action == "ls":
+        if not options.path.is_dir():
+            raise CheckpointError(f"{options.path} is no folder; give a checkpoint, a run folder, or a folder of runs.")
+        return
+    for name in ("a", "b") if action == "diff" else ("path",):
+        check_checkpoint(getattr(options, name))

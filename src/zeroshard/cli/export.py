@@ -16,7 +16,6 @@ from zeroshard.checkpoint.export import (
     narrowed,
     plan_export,
     refuse_existing,
-    shard_bytes,
     write_export,
 )
 from zeroshard.checkpoint.file_names import FAMILY, grouped, stacks_apart
@@ -26,7 +25,7 @@ from zeroshard.cli.early_options import ExportOptions
 from zeroshard.errors import CheckpointError, ConfigError
 from zeroshard.interop.huggingface.quantized import METHOD, package
 from zeroshard.quantized.stored import FACT, StoredWeight, stored_weights
-from zeroshard.text import format_bytes
+from zeroshard.text import format_bytes, shard_bytes
 
 Source = str | StoredWeight
 STATISTICS = ("_absmax", "_SCB")  # ends of the names of quantised weights' scales

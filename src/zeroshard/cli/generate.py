@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zeroshard.errors import ConfigError
-from zeroshard.train.early_checks import run_folder_of
+from zeroshard.train.early_checks import check_checkpoint, check_device, check_tokenizer, run_folder_of
 from zeroshard.train.option_tree import Positional
 from zeroshard.train.option_values import check_least
 
@@ -49,7 +49,9 @@ def run_generate(argv: Sequence[str]) -> None:
     from zeroshard.train.options import parse
 
     options = parse(GenerateOptions, argv, "zeroshard generate")
-    run_folder_of(options.path)
+    check_checkpoint(run_folder_of(options.path))
+    check_tokenizer(options.tokenizer)
+    check_device(options.device)
     from zeroshard.comm.mesh import init_mesh
     from zeroshard.train.trained import load_trained
 

@@ -78,13 +78,14 @@ OPTIONS = {  # option classes whose names replace settings in error messages
     "doctor": "zeroshard.cli.early_options:DoctorOptions",
     "run": "zeroshard.cli.run:RunOptions",
     "export": "zeroshard.cli.early_options:ExportOptions",
-    "reproduce": "zeroshard.cli.reproduce:ReproduceOptions",
+    "reproduce": "zeroshard.cli.early_options:ReproduceOptions",
     "report": "zeroshard.cli.main:ReportOptions",
     "compare": "zeroshard.cli.compare:CompareOptions",
     "completion": "zeroshard.cli.completion:CompletionOptions",
 }
 COLUMNS = 120  # of the list of commands without a terminal
-LOADS_TORCH = ("checkpoint", "export", "verify", "profile", "doctor")  # modules of commands that do, when imported
+# commands whose modules load torch when they are imported
+LOADS_TORCH = ("checkpoint", "export", "verify", "profile", "doctor", "reproduce")
 WITH_MODEL = ("train", "plan", "verify", "profile")
 AGAIN = "ZEROSHARD_AGAIN"  # variable with the command that resumes a run, for the started ranks
 
@@ -120,6 +121,7 @@ def _command(argv: list[str]) -> None:
     if not argv or argv[0] in ("-h", "--help", "--help-all"):
         print(wrapped(USAGE, shutil.get_terminal_size((COLUMNS, 0)).columns))
         sys.exit(0 if argv else 2)
+    _refuse_bytes(argv)
     if argv[0] == "--version":
         print(__version__)
         return
@@ -133,6 +135,19 @@ def _command(argv: list[str]) -> None:
         _named(COMMANDS[argv[0]])(argv[1:], **_surroundings(argv[0]))
     except ZeroshardError as error:
         _fail(error, argv)
+
+
+def _refuse_bytes(argv: Sequence[str]) -> None:
+    """Refuse words that the encoding of file names does not have, so that no file with such a name can be written."""
+    for word in argv:
+        if any("\udc80" <= character <= "\udcff" for character in word):
+            shown = os.fsencode(word).decode(errors="replace")
+            _fail(
+                ConfigError(
+                    f"{shown!r} has bytes that are not {sys.getfilesystemencoding()}, the encoding of this locale; set "
+                    f"PYTHONUTF8=1, or write the name in that encoding."
+                )
+            )
 
 
 def _check_model(argv: Sequence[str]) -> None:
@@ -173,7 +188,7 @@ def _train(argv: list[str]) -> None:
         config = _train_options(argv)
         from zeroshard.train.early_checks import refuse_early
 
-        refuse_early(config)
+        refuse_early(config, int(launched or config.ranks or 1))
         from zeroshard.cli.run import program, resuming, run_ranks
 
     if config.ranks is not None and launched is None:
@@ -267,6 +282,13 @@ def _run(argv: list[str]) -> None:
     from zeroshard.cli.run import program, resuming, run_supervised
 
     cut = argv.index("--") + 1 if "--" in argv else len(argv)
+    if argv[cut : cut + 1] == ["train"]:
+        from zeroshard.train.early_checks import refuse_early
+
+        try:
+            refuse_early(_train_options(argv[cut + 1 :]))
+        except ZeroshardError as error:
+            _fail(error, argv[cut:])
     os.environ[AGAIN] = resuming([*program(), "run", *argv[:cut]], argv[cut:], os.environ.get("OMP_NUM_THREADS"))
     run_supervised(argv)
 

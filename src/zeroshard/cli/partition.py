@@ -23,6 +23,8 @@ from zeroshard.text import format_bytes, parse_bytes
 
 RIVALS: dict[str, Shape] = {"data parallel": "data parallel", "straight pipeline": "straight", "one device": "any"}
 
+NARROW = 80  # columns below which the table of stages leaves two out
+
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionOptions:
@@ -182,7 +184,7 @@ def _print(profile: Profile | GraphProfile, cluster: Cluster, chosen: Partition,
     console = Console(highlight=False)
     console.print(f"{_described(profile)} as measured on {profile.machine},", markup=False)
     console.print(f"over {cluster}; objective: {chosen.objective}")
-    console.print(_stage_table(chosen.layers, chosen))
+    console.print(_stage_table(chosen.layers, chosen, console.width))
     console.print(_rival_table(chosen, rivals))
     for rival in rivals:
         if rival.partition is None:
@@ -207,15 +209,18 @@ def _described(profile: Profile | GraphProfile) -> str:
     return f"{profile.model}{layers}{rows},"
 
 
-def _stage_table(layers: Sequence[LayerCost], chosen: Partition) -> Table:
+def _stage_table(layers: Sequence[LayerCost], chosen: Partition, width: int) -> Table:
+    """The stages; a narrow terminal leaves out two columns, which --json has."""
     table = plain_table(
         "The chosen split, times in ms per microbatch",
         caption="exchange: gradients, between replicas; send: to the next stage and back; versions: of the weights, "
         "and as many microbatches in flight, under schedule pipedream. Bold is the slowest.",
     )
     table.add_column("", justify="right")
-    table.add_column("layers", overflow="fold")
-    for column in ("replicas", "compute", "exchange", "send", "versions", "memory"):
+    table.add_column("layers", overflow="fold", min_width=14)
+    columns = ("replicas", "compute", "exchange", "send", "versions", "memory")
+    shown = [column for column in columns if width >= NARROW or column not in ("exchange", "versions")]
+    for column in shown:
         table.add_column(column, justify="right", no_wrap=True)
     for number, stage in enumerate(chosen.stages):
         highest = max(max(other.seconds, other.send_seconds) for other in chosen.stages)
@@ -223,14 +228,10 @@ def _stage_table(layers: Sequence[LayerCost], chosen: Partition) -> Table:
         spent = (stage.compute_seconds, stage.sync_seconds)
         slowest = max(spent) if chosen.objective == "paper" else 0.0
         bold = [stage.seconds >= slow and time >= slowest for time in spent] + [stage.send_seconds >= slow]
-        table.add_row(
-            str(number),
-            escape(_span(layers, stage)),
-            str(stage.replicas),
-            *(_milliseconds(t, b) for t, b in zip((*spent, stage.send_seconds), bold, strict=True)),
-            str(stage.versions),
-            format_bytes(stage.memory_bytes),
-        )
+        times = (_milliseconds(t, b) for t, b in zip((*spent, stage.send_seconds), bold, strict=True))
+        texts = (str(stage.replicas), *times, str(stage.versions), format_bytes(stage.memory_bytes))
+        row = dict(zip(columns, texts, strict=True))
+        table.add_row(str(number), escape(_span(layers, stage)), *(row[column] for column in shown))
     return table
 
 
@@ -240,7 +241,10 @@ def _span(layers: Sequence[LayerCost], stage: PartitionStage) -> str:
 
 
 def _rival_table(chosen: Partition, rivals: Sequence[Rival]) -> Table:
-    table = plain_table("Against alternatives", ["", "replicas"], ["ms/microbatch", "microbatches/s", "memory"])
+    table = plain_table(
+        "Against alternatives", ["", "replicas"], ["ms per\nmicrobatch", "microbatches\nper s", "memory"]
+    )
+    table.columns[1].min_width = len("replicas")
     for name, split, fits in (("chosen", chosen, True), *((r.name, r.partition, r.fits) for r in rivals)):
         if split is None:
             table.add_row(name, "none")

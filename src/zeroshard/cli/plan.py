@@ -202,7 +202,9 @@ def _write_plans(options: PlanOptions, found: Found, task: TrainingTask) -> list
         try:
             path.write_text(text, encoding="utf-8")
         except OSError as error:
-            raise ConfigError(f"{path} cannot be written ({error.strerror}); name a file that can.") from error
+            raise ConfigError(
+                f"{path} cannot be written ({error.strerror}); name a file that can be written."
+            ) from error
     return [path for _, path in wanted]
 
 

@@ -23,6 +23,7 @@ from zeroshard.text import format_bytes
 from zeroshard.train.model import build_model
 
 CPU_FACTS = Path("/proc/cpuinfo")
+NARROW = 66  # columns below which a column of the table is left out
 STAGES = 4  # in the suggested commands, at most as many as there are layers
 
 
@@ -84,7 +85,7 @@ def _print(profile: Profile, out: Path) -> None:
     console = Console(highlight=False)
     head = f"{profile.model}, {profile.microbatch_rows} rows per microbatch, on {profile.machine}"
     console.print(head, markup=False)
-    console.print(_table(profile.layers))
+    console.print(_table(profile.layers, console.width))
     console.print(f"\nWrote {out}. Next steps:", markup=False, soft_wrap=True)
     for command in next_steps(profile, out):
         console.print("  " + command, markup=False, soft_wrap=True)
@@ -99,15 +100,17 @@ def next_steps(profile: Profile, out: Path) -> list[str]:
     ]
 
 
-def _table(layers: Sequence[LayerCost]) -> Table:
+def _table(layers: Sequence[LayerCost], width: int) -> Table:
+    """The costs; a narrow terminal leaves out the activation, which the file has."""
     table = plain_table(
         "Each layer, for one microbatch", caption="activation: output to the next layer; saved: kept for the backward"
     )
     table.show_footer = True
     costs = [(c.forward_seconds, c.backward_seconds, c.saved_bytes, c.parameter_bytes) for c in layers]
     forward, backward, saved, parameters = (sum(column) for column in zip(*costs, strict=True))
-    table.add_column("layer", footer="all", overflow="fold")
-    footers = {"forward ms": _milliseconds(forward), "backward ms": _milliseconds(backward), "activation": ""}
+    table.add_column("layer", footer="all", overflow="fold", min_width=8)
+    footers = {"forward\nms": _milliseconds(forward), "backward\nms": _milliseconds(backward)}
+    footers |= {"activation": ""} if width >= NARROW else {}
     footers |= {"saved": format_bytes(saved), "parameters": format_bytes(parameters)}
     for head, footer in footers.items():
         table.add_column(head, footer=footer, justify="right", no_wrap=True)
@@ -116,7 +119,8 @@ def _table(layers: Sequence[LayerCost]) -> Table:
             escape(cost.name),
             _milliseconds(cost.forward_seconds),
             _milliseconds(cost.backward_seconds),
-            *(format_bytes(n) for n in (cost.activation_bytes, cost.saved_bytes, cost.parameter_bytes)),
+            *([format_bytes(cost.activation_bytes)] if width >= NARROW else []),
+            *(format_bytes(n) for n in (cost.saved_bytes, cost.parameter_bytes)),
         )
     return table
 

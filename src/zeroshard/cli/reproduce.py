@@ -3,43 +3,19 @@
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from difflib import get_close_matches
 from fractions import Fraction
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from zeroshard.errors import ConfigError
+from zeroshard.cli.early_options import LIST, ReproduceOptions
 from zeroshard.report.plain_table import plain_table
 from zeroshard.reproduce import CLAIMS, Claim, Outcome, Reading, check
-from zeroshard.train.option_tree import Positional
 from zeroshard.train.options import parse
 
-LIST = "list"
 FILE_COLUMNS = 100  # where the output is not shown on a terminal
 CONVENTION = "A printed number counts as ours when ours, rounded or cut to as many digits, prints the same."
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReproduceOptions:
-    """Compute published numbers again: the published one, ours, the difference, and how ours was obtained."""
-
-    claim: Positional[str] = LIST
-    """Name of a claim, or list for one line of each."""
-    all: bool = False
-    """Compute every claim; some rehearse models of many layers and take a minute or more."""
-    json: bool = False
-    """Print JSON instead of tables."""
-
-    def __post_init__(self) -> None:
-        if self.claim != LIST and self.all:
-            raise ConfigError(f"{self.claim} is one claim and all means every one; leave out one of the two.")
-        if self.claim not in (LIST, *CLAIMS):
-            near = get_close_matches(self.claim, CLAIMS, n=1)
-            way_out = f"did you mean {near[0]}?" if near else "`zeroshard reproduce list` names them."
-            raise ConfigError(f"There is no claim {self.claim!r}; {way_out}")
 
 
 def run_reproduce(argv: Sequence[str]) -> None:

@@ -1,5 +1,6 @@
 """The command `zeroshard run`: a job under a supervisor."""
 
+import logging
 import math
 import os
 import shlex
@@ -8,10 +9,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from zeroshard.errors import ConfigError
 from zeroshard.train.option_values import check_least
 from zeroshard.train.options import parse
+
+if TYPE_CHECKING:
+    from zeroshard.supervisor import Job
 
 WAY_OUT = "write `zeroshard run [OPTIONS] -- train ...` or `zeroshard run [OPTIONS] -- script.py ...`"
 
@@ -66,7 +71,7 @@ def run_supervised(argv: Sequence[str]) -> None:
     cut = argv.index("--") if "--" in argv else len(argv)
     options, command = parse(RunOptions, argv[:cut], "zeroshard run"), argv[cut + 1 :]
     check_command(command)
-    from zeroshard.supervisor import Job, Limits, find_place, set_threads, supervise
+    from zeroshard.supervisor import Job, Limits, find_place, set_threads
 
     place = find_place(
         nproc_per_node=options.nproc_per_node,
@@ -85,7 +90,7 @@ def run_supervised(argv: Sequence[str]) -> None:
         grace=options.grace,
         reports=options.reports,
     )
-    sys.exit(supervise(job))
+    sys.exit(_supervised(job))
 
 
 def run_ranks(ranks: int, argv: Sequence[str]) -> None:
@@ -93,13 +98,34 @@ def run_ranks(ranks: int, argv: Sequence[str]) -> None:
 
     They are started once, without a time limit besides the timeout of their collectives.
     """
-    from zeroshard.supervisor import Job, Limits, Node, set_threads, supervise
+    from zeroshard.supervisor import Job, Limits, Node, set_threads
 
     warn_of_few_cores(ranks, "--ranks")
     set_threads(ranks)
     limits, place = Limits(timeout=math.inf, linger=math.inf), Node(processes=ranks)
     job = Job(command=("train", *argv), place=place, limits=limits, max_restarts=0, grace=math.inf, reports=None)
-    sys.exit(supervise(job))
+    sys.exit(_supervised(job))
+
+
+class _Lines(logging.Handler):
+    """Shows the log of the supervisor on stderr, behind all that was printed before."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print a line."""
+        sys.stdout.flush()
+        print(f"zeroshard: {record.getMessage()}", file=sys.stderr, flush=True)
+
+
+def _supervised(job: "Job") -> int:
+    """The exit code of a job whose supervisor logs to the terminal."""
+    from zeroshard.supervisor import supervise
+
+    log, lines = logging.getLogger("zeroshard.supervisor"), _Lines()
+    log.addHandler(lines)
+    try:
+        return supervise(job)
+    finally:
+        log.removeHandler(lines)
 
 
 def warn_of_few_cores(processes: int, option: str) -> None:
@@ -108,7 +134,7 @@ def warn_of_few_cores(processes: int, option: str) -> None:
     if processes > CROWDED * cores:
         print(
             f"zeroshard: warning: {processes} processes share {cores} core{'s' * (cores > 1)}: each gets "
-            f"{cores / processes:.0%} of one, and takes about 300 MiB of memory beside the model; {option} {cores} "
+            f"{cores / processes:.0%} of one, and takes about 300 MiB of memory besides the model; {option} {cores} "
             f"gives each its own.",
             file=sys.stderr,
             flush=True,

@@ -370,7 +370,9 @@ def _write(options: SimulateOptions, outcomes: Sequence[Simulated]) -> dict[str,
                 options.out.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
         except OSError as error:
-            raise ConfigError(f"{path} cannot be written ({error.strerror}); name a file that can.") from error
+            raise ConfigError(
+                f"{path} cannot be written ({error.strerror}); name a file that can be written."
+            ) from error
     return written
 
 

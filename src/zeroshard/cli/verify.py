@@ -13,6 +13,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from zeroshard.cli.early_options import VerificationOptions
+from zeroshard.cli.run import warn_of_few_cores
 from zeroshard.errors import ConfigError
 from zeroshard.plan import Plan
 from zeroshard.train.gpt import GPT
@@ -41,6 +42,7 @@ def run_verify(argv: Sequence[str]) -> None:
         ZeroshardError: options, a plan or a model that cannot be.
     """
     options = parse(VerificationOptions, argv, "zeroshard verify")
+    warn_of_few_cores(options.ranks or default_ranks(options.plan), "--ranks")
     console = Console(stderr=True)
     with console.status("Verifying") if console.is_terminal else nullcontext():
         found = verified(options)

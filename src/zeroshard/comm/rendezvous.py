@@ -62,7 +62,7 @@ def connect(place: tuple[str, str], rank: int, ranks: int, served: bool, timeout
         if keeps:
             raise CommError(
                 f"Rank 0 cannot keep the job's store at {address}:{port} ({first}). Set MASTER_ADDR to an address of "
-                f"its machine and MASTER_PORT to a free port, alike on all ranks."
+                f"its machine and MASTER_PORT to a free port, the same on all ranks."
             ) from error
         keeper = "the launcher" if served else "rank 0"
         raise CommError(

@@ -126,7 +126,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"The file {path} cannot be read ({error.strerror}); name one that can.") from error
+        raise ConfigError(f"The file {path} cannot be read ({error.strerror}); name one that can be read.") from error
     except ValueError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}; correct it there.") from error
 

@@ -25,7 +25,7 @@ from zeroshard.recompute.recomputation import Recomputation
 from zeroshard.recompute.shards import CheckpointPartition
 from zeroshard.step.decision import Decision, StepRules
 from zeroshard.units.hooks import place_of
-from zeroshard.validation.ranks import check_ranks
+from zeroshard.validation.rank_count import check_ranks
 
 
 def _tensor(plan: Plan) -> Technique | None:

@@ -35,7 +35,7 @@ class Offload:
     moments: Literal["fp32", "bf16", "8bit"] = "fp32"
     """Storage of Adam's offloaded moments: exact, or rounded after each update."""
     delayed_update: bool = False
-    """Let the update of a step run beside the next step, which uses weights that are one update old (ZeRO-Offload,
+    """Let the update of a step run during the next step, which uses weights that are one update old (ZeRO-Offload,
     section 5)."""
     delayed_warmup: int = 40
     """Steps before the first delayed update."""
@@ -123,7 +123,7 @@ class Offload:
         if self.delayed_update and stages > 1:
             yield (
                 f"delayed_update=True and pipeline_parallel={stages} do not combine: stages would go on from weights "
-                f"of unlike ages. Leave delayed_update out: a stage's update runs beside the other stages' backwards."
+                f"of unlike ages. Leave delayed_update out: a stage's update runs during the other stages' backwards."
             )
 
     def __repr__(self) -> str:

@@ -75,8 +75,8 @@ def ranks_chart(steps: Sequence[MemoryStep]) -> Chart | None:
         traces.append(line(name, [e.t * 1e3 for e in kept], totals, colour(i), shape="hv", width=1.5, **shown))
     fullest = max(peaks, key=lambda rank: peaks[rank])
     caption = (
-        f"Memory of {len(steps)} ranks over the same step; the fullest is rank {format_exact(fullest)} with"
-        f" {format_bytes(peaks[fullest])}, the emptiest peaks at {format_bytes(min(peaks.values()))}."
+        f"Memory of {len(steps)} ranks over the same step; the highest peak is {format_bytes(peaks[fullest])},"
+        f" on rank {format_exact(fullest)}, the lowest {format_bytes(min(peaks.values()))}."
     )
     return Chart(tuple(traces), axes("ms", f"{unit_name} by the ledger"), caption)
 

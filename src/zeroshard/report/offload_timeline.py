@@ -247,7 +247,8 @@ def _caption(timeline: OffloadTimeline) -> str:
         f"{timeline.steps.capitalize()} of rank {timeline.rank}, which took {whole}, with {exposed}"
         f"{f' ({causes})' if causes else ''}: the time that the main thread waited for offload; the rest "
         f"was hidden behind compute. Lines are where steps end. On a GPU, computes and copies stand where the host "
-        f"handed them out, not where they ran. Beside this page lie {SVG} and {TRACE}, which opens in ui.perfetto.dev."
+        f"handed them out, not where they ran. The folder of this page has {SVG} and {TRACE}, which opens in "
+        f"ui.perfetto.dev."
     )
 
 

@@ -22,7 +22,7 @@ from zeroshard.report.timeline_trace import timeline_trace
 from zeroshard.schedule.simulate import Timeline
 from zeroshard.text import format_bytes, format_exact
 
-BESIDE = " Beside this page it lies as a drawing, an image and a trace, which opens in ui.perfetto.dev."
+BESIDE = " The folder of this page has it as a drawing, an image and a trace, which opens in ui.perfetto.dev."
 
 
 def write_plan(p: Prediction, stem: Path, title: str, notes: tuple[str, ...] = ()) -> list[Path]:
@@ -47,7 +47,9 @@ def write_plan(p: Prediction, stem: Path, title: str, notes: tuple[str, ...] = (
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(draw())
         except OSError as error:
-            raise ReportError(f"{path} cannot be written ({error.strerror}); name a folder that can.") from error
+            raise ReportError(
+                f"{path} cannot be written ({error.strerror}); name a folder that can be written."
+            ) from error
     return list(written)
 
 

@@ -67,7 +67,7 @@ def write_plans(path: Path, plans: Sequence[ListedPlan], found: Found, title: st
     try:
         path.write_bytes(plans_page(plans, found, title, notes).encode(errors="replace"))
     except OSError as error:
-        raise ReportError(f"{path} cannot be written ({error.strerror}); name a file that can.") from error
+        raise ReportError(f"{path} cannot be written ({error.strerror}); name a file that can be written.") from error
 
 
 def plans_page(plans: Sequence[ListedPlan], found: Found, title: str, notes: Sequence[str] = ()) -> str:

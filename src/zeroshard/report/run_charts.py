@@ -101,7 +101,7 @@ def course_charts(run: RunRecord) -> list[tuple[str, Chart]]:
         if not points:
             continue
         traces = [line(label, *thinned(points), "var(--accent)", width=1.5)]
-        layout = axes("step", label, **({"tickformat": ".1%"} if name == "mfu" else {}))
+        layout = axes("step", label, **({"tickformat": ".1%", "rangemode": "nonnegative"} if name == "mfu" else {}))
         found.append((title, Chart(tuple(traces), layout, caption, height=260)))
     return found
 

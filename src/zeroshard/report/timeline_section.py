@@ -48,8 +48,8 @@ def _caption(timelines: Timelines) -> str:
     steps = "The steps run from an empty pipeline to an empty one. " if _goes_on(timelines) else ""
     return (
         f"Measured {_time(measured)}. Simulated, from the median time of each kind of action and with messages that "
-        f"take no time, {_time(simulated)}: a deviation of {percent}. {steps}Beside this page lie {SVG}, {PNG} and "
-        f"{TRACE}, which opens in ui.perfetto.dev."
+        f"take no time, {_time(simulated)}: a deviation of {percent}. {steps}The folder of this page has "
+        f"{SVG}, {PNG} and {TRACE}, which opens in ui.perfetto.dev."
     )
 
 

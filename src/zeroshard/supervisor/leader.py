@@ -1,6 +1,7 @@
 """The supervisor's loop: start the ranks, watch them, end them, decide, and restart them."""
 
 import contextlib
+import logging
 import signal
 import sys
 import time
@@ -33,6 +34,7 @@ from zeroshard.supervisor.scratch import scratch_folder
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
+LOG = logging.getLogger(__name__)
 TICK = 0.2  # seconds between two polls
 STACKS_WITHIN = {True: 0.6, False: 0.2}  # seconds for ranks to write their stacks, by whether they hang
 REPEATED = 1.0  # seconds in which a second SIGINT is the same Ctrl-C: a shell may send it twice
@@ -108,7 +110,7 @@ class _Leader:
                     line = _line(end, verdict, path)
                 if not verdict.restart:
                     return self._leave(verdict.code, line)
-                _say(line)
+                LOG.warning(line)
         except OSError as error:
             return self._leave(FAILED, f"the supervisor cannot go on: {error}")
         raise AssertionError
@@ -149,7 +151,7 @@ class _Leader:
             code = finished(states)
             if code is not None:
                 if code == STOPPED and (line := stopped_alone(states)):
-                    _say(line)
+                    LOG.warning(line)
                 return code
             culprit = diagnose(states, self._job.limits)
             if culprit is not None:
@@ -168,7 +170,9 @@ class _Leader:
         self._end(0.0 if self._requests.count(signal.SIGINT) > 1 else GRACE)
         states = self._states()
         if any(state.exit is not None and state.exit < 0 for state in states):
-            _say("stopped on request before all ranks had saved; go on from the last checkpoint, if there is one")
+            LOG.warning(
+                "stopped on request before all ranks had saved; go on from the last checkpoint, if there is one"
+            )
         return stop_code(states, killed, signal.SIGINT in self._requests)
 
     def _close(self, culprit: Culprit) -> list[RankState]:
@@ -229,7 +233,7 @@ class _Leader:
                 self._coordination.order("leave", code=code)
                 self._coordination.wait_for_goodbyes(NODES_WITHIN)
         if line:
-            _say(line)
+            LOG.warning(line)
         return code
 
 
@@ -243,7 +247,9 @@ def _follow(job: Job, processes: Processes, requests: list[int]) -> int:
     try:
         store = reach(place.address, place.port, False, job.limits.start)
     except DistError as error:
-        _say(f"node {place.node} cannot reach node 0 at {place.address}:{place.port}: {str(error).splitlines()[0]}")
+        LOG.warning(
+            f"node {place.node} cannot reach node 0 at {place.address}:{place.port}: {str(error).splitlines()[0]}"
+        )
         return FAILED
     link = Connection(store, place.node, place.processes)
     while True:
@@ -263,7 +269,9 @@ def _follow(job: Job, processes: Processes, requests: list[int]) -> int:
         link.tell(processes.states(), done, bool(requests))
         if link.lost or time.monotonic() - link.heard > job.limits.timeout:
             processes.end(HUNG_GRACE)
-            _say(f"node {place.node} lost node 0's supervisor at {place.address}:{place.port}, and ended its workers")
+            LOG.warning(
+                f"node {place.node} lost node 0's supervisor at {place.address}:{place.port}, and ended its workers"
+            )
             return FAILED
         processes.wait(TICK)
 
@@ -292,8 +300,3 @@ def _line(culprit: Culprit, verdict: FailureVerdict, report: Path | None) -> str
     where = f"Report: {report}" if report is not None else "The report could not be written"
     action = "starting again" if verdict.restart else "stopping"
     return f"{culprit}; {action}: {verdict.why}. {where}"
-
-
-def _say(line: str) -> None:
-    sys.stdout.flush()
-    print(f"zeroshard: {line}", file=sys.stderr, flush=True)

@@ -1,12 +1,18 @@
 """Checks of paths and devices that a command names, made before torch is loaded and before any rank is started."""
 
+import glob
+from collections.abc import Sequence
 from pathlib import Path
 
 from zeroshard.data.files import find, parse_sources
 from zeroshard.errors import CheckpointError, ConfigError, PlanError
 from zeroshard.train.config import TrainConfig
+from zeroshard.validation.rank_count import check_ranks
 
 CONFIG = "config.toml"  # of a run folder
+MANIFEST = "MANIFEST.json"  # of a checkpoint
+OF_A_RUN = "Give the folder of a checkpoint, as engine.save and zeroshard train write it, or a run folder with one."
+TO_RESUME = "Give a run folder or a checkpoint that zeroshard train wrote, or auto."
 OTHER_NAMES = {  # of devices, and what torch calls them
     **dict.fromkeys(("gpu", "nvidia", "amd", "rocm", "hip"), "cuda"),
     "tpu": "xla",
@@ -15,56 +21,95 @@ OTHER_NAMES = {  # of devices, and what torch calls them
 }
 
 
-def refuse_early(config: TrainConfig) -> None:
-    """Refuse paths that no run can use, and devices by other names than torch's.
+def refuse_early(config: TrainConfig, ranks: int | None = None) -> None:
+    """Refuse paths that no run can use, devices by other names than torch's, and ranks that the plan does not divide.
+
+    Args:
+        ranks: in all; None where they are not known here.
 
     Raises:
         DataError, ConfigError, CheckpointError, PlanError: with the option, the value found, and the way out.
     """
-    for path, _ in parse_sources(config.data):
-        find(path)
-    if config.tokenizer != "bytes":
-        _check_tokenizer(Path(config.tokenizer))
-    if isinstance(config.resume, Path):
-        _check_resumed(config.resume)
+    check_data(config.data)
+    check_tokenizer(config.tokenizer)
+    if isinstance(config.resume, Path) and not (config.resume / "checkpoints").is_dir():
+        check_checkpoint(config.resume, "resume", TO_RESUME)
     if config.weights is not None and not config.weights.exists():
         raise CheckpointError(
             f"weights names {config.weights}, which does not exist; give a safetensors file, a folder of them, or a "
             f"checkpoint."
         )
-    _check_out(config.out)
-    kind, colon, number = config.device.partition(":")
-    if kind in OTHER_NAMES or colon:
-        numbered = " Ranks take the devices of a machine by their own numbers." if number else ""
-        raise PlanError(
-            f"device is {config.device!r}; it must be auto, cpu, or the type of an accelerator by torch's name, here "
-            f"{OTHER_NAMES.get(kind, kind)}.{numbered}"
-        )
+    check_place("out", config.out)
+    check_device(config.device)
+    if ranks is not None and config.planning == "given":
+        check_ranks(config.plan, ranks)
 
 
-def _check_tokenizer(path: Path) -> None:
+def check_data(named: Sequence[Path | str]) -> None:
+    """Refuse data that are not there.
+
+    Raises:
+        DataError: as `parse_sources` and `find`.
+    """
+    for path, _ in parse_sources(named):
+        find(path)
+
+
+def check_tokenizer(tokenizer: str | None) -> None:
+    """Refuse a path of a tokenizer that is not there.
+
+    Raises:
+        ConfigError: with the path.
+    """
+    if tokenizer is None or tokenizer == "bytes":
+        return
+    path = Path(tokenizer)
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
         raise ConfigError(f'tokenizer names {file}, which does not exist; give "bytes" or the path of a tokenizer.json')
 
 
-def _check_resumed(path: Path) -> None:
-    if (path / "MANIFEST.json").is_file() or (path / "checkpoints").is_dir():
+def check_checkpoint(path: Path, option: str = "", way_out: str = OF_A_RUN) -> None:
+    """Refuse a path that is no checkpoint, and no folder that holds one.
+
+    Raises:
+        CheckpointError: with what is there instead.
+    """
+    if any(next(path.glob(f"{inside}{MANIFEST}"), None) for inside in ("", "step-*/", "checkpoints/step-*/")):
         return
+    if next(path.absolute().parent.glob(f"{glob.escape(path.name)}.*"), None):
+        return  # half written or put aside, which the reader describes
     found = "it is a file" if path.exists() else "there is no such folder"
     if path.is_dir():
-        found = "the folder has no MANIFEST.json"
-    raise CheckpointError(
-        f"resume names {path}, which is no checkpoint: {found}. Give a run folder or a checkpoint that zeroshard train "
-        f"wrote, or auto."
-    )
+        found = f"the folder has no {MANIFEST}"
+    named = f"{option} names {path}, which" if option else path
+    raise CheckpointError(f"{named} is no checkpoint: {found}. {way_out}")
 
 
-def _check_out(path: Path) -> None:
-    """Refuse a folder of runs below something that is no folder."""
+def check_device(device: str) -> None:
+    """Refuse a device by another name than torch's, and one with a number.
+
+    Raises:
+        PlanError: with torch's name.
+    """
+    kind, colon, number = device.partition(":")
+    if kind in OTHER_NAMES or colon:
+        numbered = " Ranks take the devices of a machine by their own numbers." if number else ""
+        raise PlanError(
+            f"device is {device!r}; it must be auto, cpu, or the type of an accelerator by torch's name, here "
+            f"{OTHER_NAMES.get(kind, kind)}.{numbered}"
+        )
+
+
+def check_place(option: str, path: Path) -> None:
+    """Refuse a folder below a path that is no folder.
+
+    Raises:
+        ConfigError: with that path.
+    """
     nearest = next(part for part in (path, *path.absolute().parents) if part.exists() or part.is_symlink())
     if not nearest.is_dir():
-        raise ConfigError(f"out is {path}, and {nearest} is a file; name a folder.")
+        raise ConfigError(f"{option} is {path}, and {nearest} is a file; name a folder.")
 
 
 def run_folder_of(path: Path) -> Path:

@@ -95,6 +95,5 @@ def _only_model(code: Code, module: ModuleType) -> str:
     functions = [one.__name__ for one in own if inspect.isfunction(one) and not one.__name__.startswith("_")]
     found = f"{len(classes)} classes of modules" if classes else "no class of modules"
     candidates = [f"{code.text}:{name}" for name in classes + functions]
-    raise ModelError(
-        f"{code.text} has {found} and no function {MODEL}; name one of {listed(candidates) or 'those it should have'}."
-    )
+    way_out = f"name one of {listed(candidates)}" if candidates else "write one of the two, or name another file"
+    raise ModelError(f"{code.text} has {found} and no function {MODEL}; {way_out}.")

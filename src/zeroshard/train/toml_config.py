@@ -34,7 +34,9 @@ def load_toml(path: Path, cls: type[Config]) -> Config:
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"the options file {path} cannot be read ({error.strerror}); name one that can") from error
+        raise ConfigError(
+            f"the options file {path} cannot be read ({error.strerror}); name one that can be read"
+        ) from error
     except ValueError as error:  # not TOML or not UTF-8; tomllib's message has the line and the column
         raise ConfigError(f"{path} is not valid TOML: {error}; correct it there") from error
     values: dict[Place, Any] = {}

@@ -72,7 +72,7 @@ class Cluster:
             table = tomllib.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise ConfigError(
-                f"The cluster file {path} cannot be read ({error.strerror}); name one that can."
+                f"The cluster file {path} cannot be read ({error.strerror}); name one that can be read."
             ) from error
         except ValueError as error:
             raise ConfigError(f"{path} is not valid TOML: {error}; correct it there.") from error

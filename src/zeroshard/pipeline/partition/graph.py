@@ -117,7 +117,7 @@ class GraphProfile:
             path.write_text(json.dumps(content, indent=1) + "\n")
         except OSError as error:
             raise DataError(
-                f"The profile {path} cannot be written ({error.strerror}); name a file that can."
+                f"The profile {path} cannot be written ({error.strerror}); name a file that can be written."
             ) from error
 
     @classmethod

@@ -49,7 +49,7 @@ class Profile:
             path.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
         except OSError as error:
             raise DataError(
-                f"The profile {path} cannot be written ({error.strerror}); name a file that can."
+                f"The profile {path} cannot be written ({error.strerror}); name a file that can be written."
             ) from error
 
     @classmethod

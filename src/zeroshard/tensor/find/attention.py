@@ -254,7 +254,7 @@ def _counts(module: Any, outputs: Mapping[str, int], inputs: int) -> tuple[HeadC
     configs = [value for name, value in vars(module).items() if is_config(name, value)]
     heads = heads or next(filter(None, (number_of(config, HEADS) for config in configs)), None)
     if not size and not heads:
-        raise CannotSplit(f"{type(module).__name__} has no attribute that tells the number of heads")
+        raise CannotSplit(f"{type(module).__name__} has no attribute with the number of heads")
     kv_heads = next(filter(None, (number_of(each, KV_HEADS) for each in (module, *configs))), None)
     if size and heads and heads * size != inputs and number_of(module, HEADS) is None:
         heads = inputs // size  # a module beside those that the configuration describes

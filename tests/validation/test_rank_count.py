@@ -7,7 +7,7 @@ import pytest
 import zeroshard as zs
 from zeroshard.engine.techniques import data_ranks_of
 from zeroshard.errors import PlanError
-from zeroshard.validation.ranks import check_ranks
+from zeroshard.validation.rank_count import check_ranks
 
 LAYERS, STAGES, EXPERTS = "tensor_parallel", "pipeline_parallel", "expert_parallel"
 
