@@ -146,7 +146,7 @@ WRONG = [
     (("--dropout", "1.5"), "dropout is 1.5; it must be between 0 and 1"),
     (("--out", "nowhere/profile.json"), "nowhere/profile.json cannot be written; name a file in a folder that exists"),
     (("--out", "."), ". cannot be written; name a file"),
-    (("--device", "tpu"), "Device 'tpu' is unknown; use 'cpu' or 'cuda'"),
+    (("--device", "tpu"), "--device is 'tpu'; it must be auto, cpu, or the type"),
     (("--model", "tinny"), "--model tinny names no model; did you mean tiny?"),
     (("--model", "nowhere/config.json"), "--model names nowhere/config.json, which does not exist"),
     (("--tokenizer", "nowhere.json"), "nowhere.json"),

@@ -195,8 +195,6 @@ class DoctorOptions:
             raise ConfigError(f"{self.out} is a folder; name a file.")
         if self.out is not None:
             check_place("the folder of out", self.out.parent)
-        if not self.disk.is_dir():
-            raise ConfigError(f"disk is {self.disk}, which is no folder; name one that exists.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,6 +255,8 @@ def read_early(argv: Sequence[str]) -> None:
         options = parse(EARLY[argv[0]], argv[1:], f"zeroshard {argv[0]}")
         if isinstance(options, ExportOptions):
             check_checkpoint(options.path)
+        elif isinstance(options, DoctorOptions) and not options.disk.is_dir():
+            raise ConfigError(f"disk is {options.disk}, which is no folder; name one that exists.")
         elif isinstance(options, ProfileOptions):
             check_tokenizer(options.tokenizer)
             check_device(options.device)

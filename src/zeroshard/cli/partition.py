@@ -23,7 +23,7 @@ from zeroshard.text import format_bytes, parse_bytes
 
 RIVALS: dict[str, Shape] = {"data parallel": "data parallel", "straight pipeline": "straight", "one device": "any"}
 
-NARROW = 80  # columns below which the table of stages leaves two out
+NARROW, DETAILS = 80, ("exchange", "versions")  # columns of a terminal below which the table leaves details out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,7 +219,7 @@ def _stage_table(layers: Sequence[LayerCost], chosen: Partition, width: int) -> 
     table.add_column("", justify="right")
     table.add_column("layers", overflow="fold", min_width=14)
     columns = ("replicas", "compute", "exchange", "send", "versions", "memory")
-    shown = [column for column in columns if width >= NARROW or column not in ("exchange", "versions")]
+    shown = [column for column in columns if width >= NARROW or column not in DETAILS]
     for column in shown:
         table.add_column(column, justify="right", no_wrap=True)
     for number, stage in enumerate(chosen.stages):
