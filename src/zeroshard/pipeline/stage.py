@@ -281,7 +281,8 @@ def make_stage(model: nn.Module, cut: Cut, mesh: Mesh, example: Any, run: Run) -
     on_device = tree_map(partial(_to, device=mesh.device), example)
     beside = tree_map(partial(_to, device=where), example) if where.type != "meta" else on_device
     with uncompiled(model):
-        chain = Chain(model, lambda: run(beside), cut.units, mesh.device)
+        with mesh.platform.beside_devices():
+            chain = Chain(model, lambda: run(beside), cut.units, mesh.device)
         chain.crossing.follow(world.agree_on(chain.crossing.plain(), "values beside activations")[0])
         firsts = _cut(model, cut, chain, world, lambda: run(on_device))
     chain.crossing.refuse_asides(firsts[1:-1], [layer.name for layer in chain.layers])

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,10 +24,12 @@ class Platform:
     Attributes:
         imitates: whether callers must check `skips`.
         now: seconds of a clock that the processes of a machine share.
+        beside_devices: gives a context in which a model runs where it was made, for a rehearsal to count its tensors.
     """
 
     imitates: ClassVar[bool] = False
     now: Callable[[], float] = staticmethod(time.monotonic)
+    beside_devices: Callable[[], AbstractContextManager[None]] = staticmethod(nullcontext)
 
     def limit(self, device: torch.device, budget: int | None) -> None:
         """Limit torch's allocator to a GPU's budget in bytes; on a CPU the ledger alone refuses."""

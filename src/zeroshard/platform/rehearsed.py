@@ -10,7 +10,7 @@ link from its start, and a wait for it takes only the time that is left; so the 
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -99,6 +99,7 @@ class Rehearsal(Platform):
         make_on_host: makes each buffer that is not on the device.
         host_room: bytes of host memory for this rank.
         accelerated: whether the ranks are assumed to have accelerators, whose collectives send all slices at once.
+        beside_devices: gives a context in which new tensors are where the model was made.
     """
 
     imitates: ClassVar[bool] = True
@@ -117,6 +118,7 @@ class Rehearsal(Platform):
     make_on_host: Make = lambda numel, dtype: torch.zeros(numel, dtype=dtype)
     host_room: int = 0
     accelerated: bool = False
+    beside_devices: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def part(self, ranks: Sequence[int]) -> "Rehearsal":
         """The rehearsal of a mesh of some of the ranks."""

@@ -72,7 +72,7 @@ def _buffers(actions: Schedule) -> Iterator[int]:
 
 
 ALIKE = 3  # microbatches after which each further one costs the same
-MOST_FILLED = 8  # stages of a pipeline that few microbatches still fill
+MOST_FILLED = 6  # stages of a pipeline that few microbatches still fill
 
 
 def few_microbatches(pipeline: PipelineSchedule) -> tuple[int, int] | None:

@@ -150,11 +150,12 @@ def shallow_factory(factory: Callable[[], nn.Module], plan: Plan) -> tuple[Calla
             stacks = stacks_of(factory())
         except Exception:
             return factory, ""  # a factory that needs values
-    deep = {stack.path: stack.depth for stack in stacks if stack.depth > 2 * depth(plan)}
+    deep = [stack for stack in stacks if stack.depth > 2 * depth(plan)]
     if not deep:
         return factory, ""
-    text = ", ".join(f"{path} {count} -> {depth(plan)} blocks" for path, count in deep.items())
-    return partial(_shallow, factory, dict.fromkeys(deep, depth(plan))), text
+    few = {stack.path: stack.others + depth(plan) for stack in deep}
+    text = ", ".join(f"{one.path} {one.others + one.depth} -> {few[one.path]} blocks" for one in deep)
+    return partial(_shallow, factory, few), text
 
 
 def difference(config: Any, small: Any) -> str:

@@ -15,7 +15,7 @@ from zeroshard.doctor.hardware import Device, Link, Machines
 from zeroshard.planner.predict.cuts import layers_of
 from zeroshard.planner.predict.predict import predict, predict_timed
 from zeroshard.planner.predict.rehearse import TrainingTask, rehearse
-from zeroshard.planner.predict.shallow import deepen, probes, stacks_of
+from zeroshard.planner.predict.shallow import Stack, deepen, probes, stacks_of
 from zeroshard.planner.search.search import search
 from zeroshard.train.gpt import GPT, Block
 
@@ -88,6 +88,97 @@ def test_depths_are_extrapolated_stack_by_stack() -> None:
         return {"bytes": 100 + 7 * depths["a"] + 11 * depths["b"]}
 
     assert deepen(stacks, [seen(depths) for depths in probes(stacks)]) == {"bytes": 100 + 7 * 9 + 11 * 6}
+
+
+class Wide(nn.Module):
+    """A block of two layers around a residual."""
+
+    def __init__(self, inner: int) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(64, inner), nn.Linear(inner, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.out(nn.functional.gelu(self.into(x)))
+
+
+class Unlike(nn.Module):
+    """Wide blocks, then equal narrow ones, as DeepSeek-V3 has dense blocks before its mixtures."""
+
+    def __init__(self, wide: int, narrow: int) -> None:
+        super().__init__()
+        sizes = [128] * wide + [64] * narrow
+        self.embed = nn.Embedding(300, 64)
+        self.layers = nn.ModuleList(map(Wide, sizes))
+        self.head = nn.Linear(64, 300)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+def unlike(wide: int = 3, narrow: int = 13) -> nn.Module:
+    with torch.device("meta"):
+        return Unlike(wide, narrow)
+
+
+def test_blocks_unlike_those_at_the_end_are_kept() -> None:
+    assert stacks_of(unlike()) == [Stack("layers", 13, 3)]
+    assert stacks_of(unlike(9, 4)) == []
+    assert probes(stacks_of(unlike())) == [{"layers": 7}, {"layers": 8}]
+    layers = layers_of(task(build=unlike), PAIR, 1)
+    assert layers.names == tuple(f"layers.{number}" for number in range(16))
+    wide, narrow = layers.costs[1].parameter_bytes, layers.costs[3].parameter_bytes
+    assert [one.parameter_bytes for one in layers.costs[1:-1]] == [wide, wide, *[narrow] * 12] and wide > 1.9 * narrow
+
+
+CUTS = [("8",), ("9",), ("3",), ("4", "8", "12"), ("2", "7", "12")]  # in the last, stages between have a wide block
+
+
+@pytest.mark.parametrize("cut", [(), *by_default(CUTS, CUTS[0], CUTS[3])], ids=str)
+def test_few_of_the_equal_blocks_tell_all_beside_others(cut: tuple[str, ...]) -> None:
+    job, split = task(build=unlike, rows=16), tuple(f"layers.{name}" for name in cut)
+    pipeline = {"pipeline_parallel.stages": len(cut) + 1, "pipeline_parallel.split": split} if cut else {}
+    plan = zs.Plan(zero=0, microbatches=8).with_settings(pipeline)
+    few, whole = (predict(job, plan, replace(PAIR, count=max(1, len(cut) + 1)), 16, deep) for deep in (False, True))
+    if cut != CUTS[-1]:  # whose fullest stage is neither the first nor the last
+        assert few.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.01)  # 4 KiB for each block of other stages
+    assert few.wire_bytes == whole.wire_bytes and few.phases.keys() == whole.phases.keys()
+    assert few.seconds == pytest.approx(whole.seconds, rel=0.1)  # and about one launch in each microbatch
+
+
+def made_whole() -> nn.Module:
+    return GPT(replace(SHAPE, layers=10))
+
+
+COMBINED: list[dict[str, Any]] = [
+    {"pipeline_parallel": 2, "tensor_parallel": 2, "microbatches": 8},
+    {"pipeline_parallel": 2, "microbatches": 8, "zero": 1, "recompute": "blocks"},
+    {"pipeline_parallel": 2, "microbatches": 8, "zero": 1, "precision": "bf16", "offload": "optimizer"},
+    {"pipeline_parallel": 4, "microbatches": 16, "precision": "bf16"},
+    {"pipeline_parallel": 2, "pipeline_parallel.schedule": "gpipe", "microbatches": 6, "recompute": "blocks"},
+    {"tensor_parallel": 2, "zero": 3, "precision": "bf16", "recompute": "blocks"},
+    {"tensor_parallel": 4, "zero": 0, "microbatches": 4, "recompute": "selective"},
+    {"zero": 3, "offload": ("optimizer", "parameters"), "precision": "bf16", "microbatches": 2},
+    {"zero": 2, "offload": "optimizer", "recompute": "blocks", "precision": "bf16"},
+    {"zero": 1, "offload": "activations", "microbatches": 4},
+    {"zero": 3, "loss_chunk": 32, "precision": "bf16", "reduce_every": "step", "microbatches": 5},
+]
+
+
+@pytest.mark.parametrize("device", ["A100-80", pytest.param("cpu", marks=pytest.mark.whole)])
+@pytest.mark.parametrize("settings", by_default(COMBINED, COMBINED[0]), ids=str)
+def test_few_blocks_tell_every_phase_of_a_model_made_in_host_memory(settings: dict[str, Any], device: str) -> None:
+    machines = replace(PAIR, count=4, per_node=4, device=CPU if device == "cpu" else PAIR.device)
+    job = replace(task(build=made_whole, rows=80), made_aside="whole")
+    plan = zs.Plan.from_dict({"zero": 0, **settings})
+    rows = 80 // (4 // plan.pipeline.stages // plan.tensor.ranks)
+    few, whole = (predict(job, plan, machines, rows, deep) for deep in (False, True))
+    assert few.phases.keys() == whole.phases.keys()
+    for phase, memory in whole.phases.items():
+        assert sum(few.phases[phase].values()) == pytest.approx(sum(memory.values()), rel=0.01), phase
+    assert few.host_bytes == pytest.approx(whole.host_bytes, rel=0.01)
 
 
 def causal_model(kind: str, recomputes: bool) -> nn.Module:

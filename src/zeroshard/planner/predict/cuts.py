@@ -19,7 +19,7 @@ from zeroshard.pipeline.partition.profile import LayerCost
 from zeroshard.plan import Plan
 from zeroshard.planner.predict.memory_tracker import Tracker
 from zeroshard.planner.predict.rehearse import Rates, TrainingTask
-from zeroshard.planner.predict.shallow import FEW, quiet, shallow_copies
+from zeroshard.planner.predict.shallow import FEW, Stack, quiet, shallow_copies
 from zeroshard.planner.predict.torch_internals import Results, fakes
 from zeroshard.platform.rehearsed import Clock
 from zeroshard.step.batch import call_with, loss_in
@@ -59,10 +59,17 @@ def layers_of(task: TrainingTask, machines: Machines, rows: int) -> Layers:
     Raises:
         ModelError: the model is no chain of blocks.
     """
-    clock, stacks = Clock(), task.facts.stacks
+    stacks = task.facts.stacks
+    deep = stacks[0] if len(stacks) == 1 else None
+    found = _layers(task, machines, rows, deep)
+    return found if deep is None or found.names == deep.names else _layers(task, machines, rows, None)
+
+
+def _layers(task: TrainingTask, machines: Machines, rows: int, deep: Stack | None) -> Layers:
+    """The layers, with few blocks of one stack; their names are other ones where the stack's blocks are cut further."""
+    clock = Clock()
     rates = Rates(clock, machines)
-    deep = stacks[0] if len(stacks) == 1 and stacks[0].depth > FEW else None
-    build = task.build if deep is None else shallow_copies(task.build, {deep.path: FEW})
+    build = task.build if deep is None else shallow_copies(task.build, {deep.path: deep.others + FEW})
     with fakes() as mode, quiet(), Tracker(rates.hear, answers=True, results=Results(mode)):
         model = build()
         chain, forward = _chain(model, task, rows)
@@ -72,8 +79,9 @@ def layers_of(task: TrainingTask, machines: Machines, rows: int) -> Layers:
     blocks[-1] = _joined(blocks[-1], last)
     names = [layer.name for layer in chain.layers[1:-1]]
     if deep is not None:  # the first and the last include the modules before and after all blocks
-        blocks = [blocks[0], *[blocks[FEW // 2]] * (deep.depth - 2), blocks[-1]]
-        names = [f"{deep.path}.{number}" for number in range(deep.depth)]
+        start = max(1, deep.others)
+        blocks = [*blocks[:start], *[blocks[-FEW // 2]] * (deep.others + deep.depth - start - 1), blocks[-1]]
+        names = list(deep.names) if tuple(names) == deep.names[: len(names)] else names
     return Layers(tuple(names), tuple(blocks), _bandwidth(machines, blocks))
 
 

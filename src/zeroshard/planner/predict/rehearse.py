@@ -216,9 +216,9 @@ def rehearse(
             make_on_host=tracker.make_on_host,
             host_room=rates.host_room,
             accelerated=machines is not None and machines.device.kind != "cpu",
+            beside_devices=tracker.making_aside if task.made_aside and beside is None else contextlib.nullcontext,
         )
         elsewhere = contextlib.nullcontext() if beside is not None else as_on_devices()
-        task = replace(task, made_aside=task.made_aside if beside is None else "")
         with elsewhere, tracker, tracker.resizing():
             run = _Run(task, plan, rows, (rank, ranks, rehearsal), tracker)
             rehearsed = run.tracked()
@@ -236,7 +236,7 @@ class _Run:
         self._tracker, self._mesh, self._plan, self._choices = tracker, mesh, plan, choices_of(plan)
         self._batch = task.batch(rows)
         example = self._choices.stages.example(lambda: task.batch(max(1, rows // plan.microbatches)))
-        with tracker.making_aside() if task.made_aside else contextlib.nullcontext():
+        with rehearsal.beside_devices():
             model = task.build()
         self._clock, self._timed, self._last = rehearsal.clock, rehearsal.measured, 0.0
         changes: dict[str, Any] = {"device_memory": None}

@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import takewhile
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 
 from zeroshard.errors import PlanError
@@ -26,19 +28,33 @@ _whole_models: WeakKeyDictionary[Callable[[], nn.Module], nn.Module] = WeakKeyDi
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Repeated blocks: their path in the model, and their number."""
+    """Repeated blocks at the end of a list.
+
+    Attributes:
+        path: of the list in the model.
+        depth: number of the repeated blocks.
+        others: number of the blocks before them.
+    """
 
     path: str
     depth: int
+    others: int = 0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The paths of all blocks of the list in the model."""
+        prefix = f"{self.path}." if self.path else ""
+        return tuple(f"{prefix}{number}" for number in range(self.others + self.depth))
 
 
 def stacks_of(model: nn.Module) -> list[Stack]:
-    """The outermost lists of three or more blocks of one class, with parameters of the same shapes."""
+    """The outermost lists that end in more than `FEW` blocks of one class, with parameters of the same shapes."""
     found: list[Stack] = []
     for path, module in model.named_modules():
         inside = any(path.startswith(f"{stack.path}.") or stack.path == "" for stack in found)
-        if isinstance(module, STACKS) and not inside and len(module) > FEW and _alike(list(module)):
-            found.append(Stack(path, len(module)))
+        if isinstance(module, STACKS) and not inside and len(module) > FEW:
+            depth = _alike_at_the_end(list(module))
+            found += [Stack(path, depth, len(module) - depth)] if depth > FEW else []
     return found
 
 
@@ -91,8 +107,8 @@ def cut(model: nn.Module, depths: Mapping[str, int]) -> nn.Module:
 
 def probes(stacks: Sequence[Stack], few: int = FEW, step: int = 1) -> list[dict[str, int]]:
     """The depths to rehearse: few blocks everywhere, then `step` more in each single stack."""
-    base = {stack.path: few for stack in stacks}
-    return [base, *({**base, stack.path: few + step} for stack in stacks)]
+    base = {stack.path: stack.others + few for stack in stacks}
+    return [base, *({**base, stack.path: base[stack.path] + step} for stack in stacks)]
 
 
 def deepen(
@@ -166,6 +182,11 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def _alike(blocks: Sequence[nn.Module]) -> bool:
-    shapes = [[(name, p.shape) for name, p in block.named_parameters()] for block in blocks]
-    return len({type(block) for block in blocks}) == 1 and bool(shapes[0]) and all(s == shapes[0] for s in shapes)
+def _alike_at_the_end(blocks: Sequence[nn.Module]) -> int:
+    """The number of blocks like the last one at the end of a list; 0 where that has no parameters."""
+    last = _look_of(blocks[-1])
+    return len(list(takewhile(lambda block: _look_of(block) == last, reversed(blocks)))) if last[1] else 0
+
+
+def _look_of(block: nn.Module) -> tuple[type, list[tuple[str, torch.Size]]]:
+    return type(block), [(name, parameter.shape) for name, parameter in block.named_parameters()]

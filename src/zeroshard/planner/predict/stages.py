@@ -27,7 +27,7 @@ from zeroshard.planner.predict.rank_costs import (
 )
 from zeroshard.planner.predict.rehearse import Rehearsed, TrainingTask, message_bytes, refuse_too_large, rehearse
 from zeroshard.planner.predict.result import Span
-from zeroshard.planner.predict.shallow import Stack, deepen
+from zeroshard.planner.predict.shallow import Stack, deepen, whole_model
 from zeroshard.schedule import Layout, PipelineSchedule
 from zeroshard.schedule.peaks import ALIKE, few_microbatches, in_flight
 from zeroshard.schedule.simulate import TIMES, Costs, Simulation, simulate
@@ -57,7 +57,7 @@ class Staged:
         owned = [owner_ranks(task, plan, 0, of) for of in slices]
         stacks = None if max(map(len, owned)) > 1 else stacks
         chosen = sorted(set(range(plan.pipeline.stages)) if stacks is None else {0, plan.pipeline.stages - 1})
-        depths = _depths(plan, stacks or ())
+        depths = None if _made_on_devices(task, machines) else _depths(plan, stacks or ())
         pipeline = plan.pipeline
         stages = pipeline.rehearsed_stages(plan.microbatches) if depths is not None else pipeline.stages
         found = []
@@ -84,7 +84,7 @@ class _Job:
     """A stage to be rehearsed.
 
     Attributes:
-        depths: the path of the one stack, and the number of blocks in every chunk.
+        depths: the one stack, and the number of blocks of its list in every chunk.
         stages: of the pipeline in which it is rehearsed ([Note: short pipelines]).
         owner: the rank within the stage, if its ranks differ.
     """
@@ -94,7 +94,7 @@ class _Job:
     machines: Machines
     rows: int
     stage: int
-    depths: tuple[str, tuple[int, ...]] | None
+    depths: tuple[Stack, tuple[int, ...]] | None
     stages: int
     owner: int = 0
 
@@ -123,7 +123,7 @@ class _Job:
             settings["transport"] = "network"
         if blocks:
             assert self.depths is not None
-            path, starts = self.depths[0], [sum(blocks[:chunk]) for chunk in range(1, len(blocks))]
+            path, starts = self.depths[0].path, [sum(blocks[:chunk]) for chunk in range(1, len(blocks))]
             settings["pipeline_parallel.split"] = tuple(f"{path}.{start}" for start in starts)
             settings["pipeline_parallel.stages"] = self.stages
             task = with_few_blocks(task, {path: sum(blocks)})
@@ -134,8 +134,8 @@ class _Job:
         return rehearse(task, plan, rank, ranks, rows, self.machines)
 
 
-def _depths(plan: Plan, stacks: Sequence[Stack]) -> tuple[str, tuple[int, ...]] | None:
-    """The stack and the blocks of every chunk, if there is one stack; None to rehearse the model whole."""
+def _depths(plan: Plan, stacks: Sequence[Stack]) -> tuple[Stack, tuple[int, ...]] | None:
+    """The stack and the blocks of its list in every chunk, if there is one stack; None to rehearse the model whole."""
     alike = all(choice.alike for choice in choices_of(plan))
     if len(stacks) != 1 or not plan.pipeline.split or not alike:
         return None
@@ -143,22 +143,35 @@ def _depths(plan: Plan, stacks: Sequence[Stack]) -> tuple[str, tuple[int, ...]] 
     starts = [name.removeprefix(f"{stack.path}." if stack.path else "") for name in plan.pipeline.split]
     if not all(start.isdecimal() for start in starts):
         return None
-    edges = [0, *map(int, starts), stack.depth]
-    return stack.path, tuple(end - start for start, end in pairwise(edges))
+    edges = [0, *map(int, starts), stack.others + stack.depth]
+    return stack, tuple(end - start for start, end in pairwise(edges))
+
+
+def _made_on_devices(task: TrainingTask, machines: Machines) -> bool:
+    """Whether each rank makes and runs the whole model in the memory of its device, before it keeps a stage of it."""
+    aside = task.made_aside and machines.device.kind != "cpu"
+    return not aside and not all(parameter.is_meta for parameter in whole_model(task.build).parameters())
 
 
 def _probes(job: _Job) -> Iterator[tuple[Sequence[int], Stack]]:
-    """Blocks of each chunk for each rehearsal, and the stack whose growth it shows: the stage's chunks of one depth."""
+    """Blocks of each chunk for each rehearsal, and the stack whose growth it shows: the stage's chunks of one depth.
+
+    Blocks unlike those of the stack are all there, in the chunks where they are, or else in the first one before these.
+    """
     assert job.depths is not None
-    path, depths = job.depths
+    stack, depths = job.depths
     stages, chunks = job.plan.pipeline.stages, job.plan.pipeline.virtual_stages
-    own = {number * job.stages + job.place: depths[number * stages + job.stage] for number in range(chunks)}
-    deep = {depth for depth in own.values() if depth > FEW_OF_STAGE + 1}
-    few = {c: min(depth, FEW_OF_STAGE) if depth in deep else depth for c, depth in own.items()}
+    own = {number * job.stages + job.place: number * stages + job.stage for number in range(chunks)}
+    unlike = {c: min(depths[of], max(0, stack.others - sum(depths[:of]))) for c, of in own.items()}
+    alike = {c: depths[of] - unlike[c] for c, of in own.items()}
+    deep = {depth for depth in alike.values() if depth > FEW_OF_STAGE + 1}
+    few = {c: unlike[c] + (min(depth, FEW_OF_STAGE) if depth in deep else depth) for c, depth in alike.items()}
     every = range(job.stages * chunks)
-    yield [few.get(c, 1) for c in every], Stack(path, 0)
+    elsewhere = {next((c for c in every if c not in own), -1): max(1, stack.others - sum(unlike.values()))}
+    base = [few.get(c, elsewhere.get(c, 1)) for c in every]
+    yield base, Stack(stack.path, 0)
     for depth in sorted(deep):
-        yield [few.get(c, 1) + (own.get(c) == depth) for c in every], Stack(path, depth)
+        yield [base[c] + (alike.get(c) == depth) for c in every], Stack(stack.path, depth)
 
 
 def _of_stage(job: _Job) -> RankCosts:
@@ -190,13 +203,14 @@ def _of_microbatches(job: _Job, blocks: Sequence[int]) -> tuple[Mapping[str, flo
     once, which follow from the schedule's actions.
     """
     m, schedule, whole = job.plan.microbatches, job.schedule(job.stages), job.schedule(job.plan.pipeline.stages)
-    few = (ALIKE, ALIKE + 1) if job.is_short and whole.layout.chunks == 1 else few_microbatches(schedule)
+    few = few_microbatches(schedule)
     if few is None:
         one = job.rehearse(m, blocks)
         return numbers_of(one, 0), one, True
-    less, more = few
-    some, further = (in_flight(schedule, job.place, k) for k in (less, more))
     all_of_them = in_flight(whole, job.stage, m)
+    filled = in_flight(schedule, job.place, ALIKE) == all_of_them  # by as few, as the last stage is
+    less, more = (ALIKE, ALIKE + 1) if whole.layout.chunks == 1 and (job.is_short or filled) else few
+    some, further = (in_flight(schedule, job.place, k) for k in (less, more))
     growth = (all_of_them - further) / (further - some) if further > some else 0
     b = job.rehearse(more, blocks)
     a = job.rehearse(less, blocks) if growth else b
