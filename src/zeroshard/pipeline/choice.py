@@ -92,6 +92,11 @@ class Stages(Choice):
             return 0
         return states.trainable * (SUM * (1 + (data_ranks > 1)) - states.kept_gradient)
 
+    @property
+    def share_beside_reductions(self) -> float:
+        """The share of a step's computation beside which reductions may run: of stages the last microbatch's."""
+        return 1.0 if self.stages == 1 else 1 / self.microbatches
+
     def filled(self, split: Split) -> Mapping[str, Any]:
         """The setting for the cut, unless the plan has one."""
         return {} if self.stages == 1 or self.split else {"pipeline_parallel.split": split(self.stages * self.chunks)}

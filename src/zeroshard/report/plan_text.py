@@ -123,7 +123,8 @@ def _amount(number: float) -> str:
 
 def refusals_table(refused: Sequence[Refusal], ranks: int, looked_at: int) -> RenderableType:
     """Refused plans, with the reason and the way out; similar ones in one row."""
-    table = plain_table(f"Refused: {len(refused)} of {looked_at} plans")
+    of_all = f" of {looked_at}" if looked_at > len(refused) else ""  # some are refused unseen
+    table = plain_table(f"Refused: {len(refused)}{of_all} plans")
     table.leading = 1
     table.add_column("plans", ratio=2)
     table.add_column("why, and the way out", ratio=5)

@@ -90,13 +90,20 @@ class Slicing(Choice):
         reductions = microbatches if self.zero >= 2 and self.reduces_each else 1
         return reductions, 2 * microbatches if self.zero == 3 else 1
 
+    def added_bytes(self, states: States, microbatches: int) -> float:
+        """Bytes read and written in a step to add up gradients, whole, or of several reductions slices of them."""
+        if microbatches == 1:
+            return 0.0
+        each = states.trainable * (states.gradient + 2 * states.kept_gradient)
+        return float(microbatches * each / (states.slices if self.passes(microbatches)[0] > 1 else 1))
+
 
 def offers(site: Site) -> Iterator[Offer | Refused]:
     """Every stage; on several nodes, also with slices within each node."""
     nodes, ranks = -(-site.ranks // site.per_node), site.ranks
     for zero in (0, 1, 2, 3) if ranks > 1 else (0,):
         groups: list[int | None] = [None]
-        if zero and nodes > 1 and ranks % site.per_node == 0:
+        if zero and nodes > 1 and site.per_node > 1 and ranks % site.per_node == 0:
             groups.append(site.per_node)
         if site.rows % ranks:
             why = f"{site.rows} rows of a step do not divide among {ranks} ranks."

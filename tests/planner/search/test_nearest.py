@@ -33,3 +33,9 @@ def test_states_that_host_memory_cannot_hold_are_never_rehearsed() -> None:
     found = search(gpt_task(CONFIG), replace(one, device=device, host_memory=2**20), Plan(), say=heard.append)
     assert any("offloaded states alone take" in refusal.why for refusal in found.refused)
     assert not [line for line in heard if "offload" in line and "disk" not in line and "zeroshard-offload" not in line]
+
+
+def test_rows_that_do_not_divide_are_the_only_way_named() -> None:
+    found = search(gpt_task(CONFIG, 5), Machines.of("A100-80", 7), Plan())
+    assert not found.best
+    assert found.ways == ("7 rows of one step (--global-batch 7), or another multiple of 7.",)

@@ -138,6 +138,46 @@ def test_the_time_left_is_that_of_the_plans_ahead() -> None:
     assert progress.look(staged) == "3/4 plans, about 16 s left: "
 
 
+LEAN = {"activations.recompute": "blocks"}
+HOST, HOST_3 = Plan(zero=2, offload="optimizer"), Plan(zero=3, offload="optimizer,parameters")
+STAGES = [Plan(zero=zero) for zero in (1, 2, 3, 0)]
+RECORDS = {  # looks expected by group; groups, plans and CPU seconds of those taken; and of the best plan, whole
+    "7 B on an RTX 4090": (
+        SearchProgress({HOST: 2, HOST_3: 2}, 0.0, blocks=32, depth=32),
+        [
+            (HOST, HOST, 1.5),
+            (None, HOST.with_settings(LEAN), 1.4),
+            (HOST_3, HOST_3, 1.5),
+            (None, HOST_3.with_settings(LEAN), 1.3),
+        ],
+        3.4,
+    ),
+    "gpt2-xl on 8 A100s": (
+        SearchProgress(dict.fromkeys(STAGES[:3], 1), 0.9),
+        [(plan, plan, seconds) for plan, seconds in zip(STAGES, (1.2, 0.6, 0.7, 0.6), strict=True)],
+        0.0,
+    ),
+}
+
+
+@pytest.mark.parametrize("record", RECORDS)
+def test_the_time_left_is_within_a_factor_of_one_and_a_half(record: str) -> None:
+    now = 0.0
+    found, looks, whole = RECORDS[record]
+    progress = replace(found, seconds=100 * found.seconds, now=lambda: now)
+    for number, (group, plan, seconds) in enumerate(looks):
+        if group is not None:
+            progress.begin(group)
+        text, _, left = progress.look(plan).partition(" plans")
+        assert text == f"{number}/{max(sum(found.expected.values()), number + 1)}"
+        rest = 100 * (whole + sum(more for _, _, more in looks[number:]))
+        if number or found.seconds:
+            assert rest / 1.5 <= float(left.split()[2]) <= 1.5 * rest, (number, left, rest)
+        else:  # nothing is known yet
+            assert left == ": "
+        now += 100 * seconds
+
+
 BLOCKS = GPTConfig(vocabulary=64, context=32, width=64, heads=4, layers=2)
 FAST = Link(1e12)
 

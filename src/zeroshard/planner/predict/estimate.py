@@ -16,7 +16,7 @@ from zeroshard.memory.ledger import Category
 from zeroshard.pipeline.partition.profile import LayerCost
 from zeroshard.plan import Plan
 from zeroshard.planner.choices import choices_of
-from zeroshard.planner.predict.predict import predict
+from zeroshard.planner.predict.predict import put_together, way_of
 from zeroshard.planner.predict.rehearse import TrainingTask
 from zeroshard.planner.predict.result import Prediction
 from zeroshard.planner.predict.states import Sizes, least_bytes, states_of
@@ -64,8 +64,8 @@ class Estimator:
         alone = replace(machines, count=together, per_node=together)
         plan = replace(base, zero=0, pipeline_parallel=1, microbatches=1)
         plan = plan.with_settings({"tensor_parallel.ranks": together})
-        one = predict(task, plan, alone, 1)
-        two = predict(task, plan, alone, 2) if like is None else like._grown(one)
+        one = _update_apart(task, plan, alone, 1)
+        two = _update_apart(task, plan, alone, 2) if like is None else like._grown(one)
         return cls(machines, sizes, task.sequence, together, one, two)
 
     def prediction(self, plan: Plan, rows: int) -> Prediction:
@@ -119,15 +119,28 @@ class Estimator:
         low, high = (one.causes["compute"] + one.causes.get("wire", 0.0) for one in (self.one, self.two))
         stages, m = plan.pipeline.stages, plan.microbatches
         again = RECOMPUTED if choices_of(plan).recomputing.in_blocks else 1.0
+        states, slicing = states_of(self.sizes, plan, self.machines.count), choices_of(plan).slicing
+        reductions, gathers = slicing.passes(m)
         compute = again * m * max(0.0, low + (rows - 1) * (high - low)) / stages
-        slicing = choices_of(plan).slicing
+        compute += self.machines.device.op_seconds(0, slicing.added_bytes(states, m))
         update = self.one.causes.get("optimizer", 0.0) / stages / slicing.updated_by(data_ranks)
-        width = states_of(self.sizes, plan, self.machines.count).parameter
-        nbytes = (self.sizes.trainable + self.sizes.frozen) * width / stages / self.together
+        nbytes = (self.sizes.trainable + self.sizes.frozen) * states.parameter / stages / self.together
         wire = 0.0
         if data_ranks > 1:
-            reductions, gathers = slicing.passes(m)
             wire += reductions * self.machines.wire_seconds("exchange", nbytes, data_ranks, self.together)
             wire += gathers * self.machines.wire_seconds("gather", nbytes, data_ranks, self.together)
         bubble = compute * (stages - 1) / m
-        return {"compute": compute, "optimizer": update, "wire": max(0.0, wire - compute), "bubble": bubble}
+        wire = max(0.0, wire - compute * choices_of(plan).stages.share_beside_reductions)
+        return {"compute": compute, "optimizer": update, "wire": wire, "bubble": bubble}
+
+
+def _update_apart(task: TrainingTask, plan: Plan, machines: Machines, rows: int) -> Prediction:
+    """The prediction of a plan without stages, whose cause "optimizer" is the whole update.
+
+    Sums, norms and clipping of gradients are shared by the ranks that share the update.
+    """
+    per_rank = way_of(plan).rank_costs(task, plan, machines, rows, task.facts.stacks)
+    found = put_together(per_rank, task, plan, machines, rows)
+    optimizer, compute = (found.causes.get(cause, 0.0) for cause in ("optimizer", "compute"))
+    others = min(compute, max(0.0, per_rank[0].costs.get("update/0", 0.0) - optimizer))
+    return replace(found, causes={**found.causes, "compute": compute - others, "optimizer": optimizer + others})

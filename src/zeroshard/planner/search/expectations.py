@@ -3,22 +3,28 @@
 [Note: plans that are left out] Kinds of plans that split layers are looked at where their first estimate is faster than
 the fastest plan found, or where no plan has been found to fit. Of many kinds, those with the fastest estimates come
 first, and those that are expected to be clearly slower than the fastest found are left out; so is one that differs from
-a plan found to fit in its number of stages alone, and is slower by its estimate. Faster settings, such as other
+a plan found to fit in its number of stages alone, and is slower by its estimate. Where two or more were found, and
+all are slower than their estimates, so are the others, by the least of these factors. Faster settings, such as other
 schedules, are tried for the fastest.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from zeroshard.errors import ZeroshardError
 from zeroshard.plan import Plan
 from zeroshard.planner.choices import choices_of
 from zeroshard.planner.predict.estimate import Estimator
 from zeroshard.planner.predict.result import Prediction
+from zeroshard.planner.search.exclusions import Exclusions
 from zeroshard.planning.offers import Offer
 
 FEW_SHAPES = 5  # most kinds of plans without split layers that are all looked at
 BEHIND = 1.1  # times the seconds of the fastest plan: slower estimates are left out among many
+TRIED = 2  # variants of a plan that fits that are looked at, the last one slower than the one before
+LIKELY = 0.8  # of a device, for the states of plans that are likely to fit
 FAR = 1.2  # times a device's memory: plans expected above it are left out among many, where leaner ones are likely
 
 
@@ -40,6 +46,12 @@ class Shape:
     def leaner(self) -> Plan:
         """The plan with the leaner settings of its offer."""
         return self.plan.with_settings(self.offer.leaner)
+
+    @property
+    def lean(self) -> "Shape":
+        """The shape of `leaner`."""
+        order = self.offer.lean_order or self.offer.order
+        return replace(self, plan=self.leaner, offer=replace(self.offer, order=order))
 
 
 @dataclass(frozen=True)
@@ -86,6 +98,36 @@ def expectation_of(shape: Shape, variants: Sequence[Plan], estimator: Estimator)
     return Expectation(near, seconds, likely, far)
 
 
+def looks_of(shape: Shape, variants: Sequence[Plan], found: Expectation, many: bool, possible: bool) -> int:
+    """The expected number of plans to look at for a shape with its variants.
+
+    Args:
+        variants: those whose states have room.
+        many: whether faster settings are tried later, for the fastest shape alone.
+        possible: whether the shape's own states have room.
+    """
+    offer = shape.offer
+    likely, lean = (found.likely.get(plan, []) for plan in (shape.plan, shape.leaner))
+    order = offer.order if likely else offer.lean_order or offer.order
+    looks = order.looks(offer.counts, likely or lean) if likely or lean else 0
+    looks += possible and not (likely or found.far)  # the finest, which does not fit
+    if looks and possible and found.near:
+        return looks + (0 if many else offer.most_faster) + min(TRIED, len(variants))
+    return max(1, looks) * possible + sum(len(found.likely.get(plan, [])) or 2 for plan in variants)
+
+
+def looks_at_resorts(plans: Sequence[Plan], excluding: Exclusions, missing: int) -> dict[Plan | None, int]:
+    """The expected number of plans to look at of last resorts, until as many as are missing are likely to fit."""
+    looks: dict[Plan | None, int] = {}
+    room = LIKELY * excluding.machines.device.capacity_bytes
+    for plan in plans:
+        with suppress(ZeroshardError):
+            if missing and excluding.why(plan) is None:
+                looks[plan] = 2  # with its leaner settings
+                missing -= excluding.least_bytes(plan) <= room
+    return looks
+
+
 def is_hopeless(estimator: object, plan: Plan, rows: int) -> bool:
     """Whether a plan is far too large by an `Estimator`, if it is one; not for settings that this leaves out."""
     if not isinstance(estimator, Estimator) or plan.loss_chunk != estimator.one.plan.loss_chunk:
@@ -129,17 +171,21 @@ def in_turn(
 
     ordered = sorted(whole + split, key=rank) if many else whole + sorted(split, key=rank)
     fastest, best = math.inf, None
+    factors: list[float] = []  # seconds of the plans found, relative to their estimates
     limits: dict[Plan | None, float] = {}  # by kind
     while ordered:
         shape, *ordered = ordered
         found = attempt(shape)
+        if found < math.inf and 0 < rank(shape)[1] < math.inf:
+            factors.append(found / rank(shape)[1])
         if found < fastest:
             fastest, best = found, shape
         if best is None:
             continue
         if many and found < math.inf and (kind := _kind(shape)) is not None:
             limits.setdefault(kind, rank(shape)[1])
-        limit = fastest * (BEHIND if many else 1.0)
+        too_fast = max(1.0, min(factors)) if len(factors) > 1 else 1.0
+        limit = fastest * (BEHIND / too_fast if many else 1.0)
         behind = [s for s in ordered if (many or s in split) and rank(s)[1] >= limits.get(_kind(s), limit)]
         for slow in behind:
             drop(slow.plan)

@@ -20,11 +20,15 @@ STREAMED = {"zero": 3, "offload": "optimizer,parameters", "activations.recompute
 def nearest_ways(
     task: TrainingTask, base: Plan, machines: Machines, sizes: Sizes, seen: Sequence[Prediction]
 ) -> Iterator[str]:
-    """Sentences: more host memory, and more devices, as far as each would do.
+    """Sentences: more host memory, and more devices, as far as each would do; or more rows, where no plan has enough.
 
     Args:
         seen: all rehearsed plans.
     """
+    if not seen and task.rows % machines.count:
+        more = -(-task.rows // machines.count) * machines.count
+        yield f"{more} rows of one step (--global-batch {more}), or another multiple of {machines.count}."
+        return
     beside = min((_beside_states(one) for one in seen), default=0)
     room = int(machines.device.capacity_bytes * (1 - MARGIN)) - beside
     yield from _with_host_memory(task, base, machines, sizes)
@@ -52,13 +56,13 @@ def _with_host_memory(task: TrainingTask, base: Plan, machines: Machines, sizes:
 
 def _on_further_devices(base: Plan, machines: Machines, sizes: Sizes, room: int) -> Iterator[str]:
     """The fewest devices that hold the states under stage 3, with and without offload to the same host memory."""
-    name, per_node = machines.device.name, machines.per_node
+    per_node = machines.per_node
     for settings in ({"zero": 3}, {"zero": 3, "offload": "optimizer"}):
         for count in (machines.count * times for times in TIMES):
             plan, more = base.with_settings(settings), replace(machines, count=count)
             states = states_of(sizes, plan, count)
             kept = min(per_node, count) * sum(each.least_host_bytes(states, count) for each in choices_of(plan))
             if least_bytes(sizes, plan, count) <= room and more.node_holds(kept):
-                need = format_bytes(kept)
-                yield f"{count} x {name}, {need} of host memory on each node: {short(plan, count)}, by states alone."
+                need = f", {format_bytes(kept)} of host memory on each node" if kept else ""
+                yield f"{more}{need}: {short(plan, count)}, by states alone."
                 break

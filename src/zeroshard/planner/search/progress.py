@@ -1,14 +1,20 @@
-"""The progress of a search: plans looked at, plans ahead, and the time that these take."""
+"""The progress of a search: plans looked at, plans ahead, and the time that these take.
+
+[Note: kinds of work] A plan ahead takes the mean time of those looked at with the same techniques. Before any, it takes
+the mean of all, by the work of each relative to a plan without stages.
+"""
 
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from zeroshard.plan import Plan
+from zeroshard.planner.choices import choices_of
 from zeroshard.planner.predict.predict import way_of
 
 FEW_BLOCKS = 15  # that are rehearsed whole as fast as a plan without stages, with 4 and 5 of them
 OTHERS = 6.0  # work of schedules with stages, of which one has two chunks for each
+Kind = tuple[bool, ...]
 
 
 @dataclass
@@ -22,54 +28,80 @@ class SearchProgress:
         seconds: of a plan without stages, before any was looked at; 0 if not known.
         blocks: of the best plan, which is rehearsed whole in the end; 0 where it is not.
         now: the clock.
+        depth: blocks of the model, which are all rehearsed where they are not alike.
+        spent: seconds, work and number of the plans looked at, by kind ([Note: kinds of work]).
     """
 
     expected: Mapping[Plan | None, int]
     seconds: float = 0.0
     blocks: int = 0
     now: Callable[[], float] = time.perf_counter
-    _left: dict[Plan | None, float] = field(init=False)
-    _current: float = 0.0
+    depth: int = 0
+    spent: dict[Kind, tuple[float, float, int]] = field(default_factory=dict)
+    _left: dict[Plan | None, int] = field(init=False)
+    _current: int = 0
     _looks: int = 0
-    _work: float = 0.0
-    _began: float = field(init=False)
+    _last: tuple[Plan, float] | None = None  # the plan that is looked at, and its start
 
     def __post_init__(self) -> None:
-        self._left = {plan: looks * _work_of(plan) for plan, looks in self.expected.items()}
-        self._began = self.now()
+        self._left = dict(self.expected)
 
     def begin(self, plan: Plan | None) -> None:
         """Begin the group of this plan; plans that the group before did not need are dropped."""
-        self._current = self._left.pop(plan, 0.0)
+        self._current = self._left.pop(plan, 0)
 
     def drop(self, plan: Plan) -> None:
         """Skip the group of this plan."""
         self._left.pop(plan, None)
 
     def then(self, expected: Mapping[Plan | None, int], blocks: int) -> "SearchProgress":
-        """The progress of a further search; before any plan, one takes as long as getting here."""
-        return SearchProgress(expected, self._rate or self.now() - self._began, blocks, self.now)
+        """The progress of a further search, with the times known by now."""
+        self._end()
+        return SearchProgress(expected, self._unit, blocks, self.now, self.depth, self.spent)
 
     def look(self, plan: Plan) -> str:
         """The prefix of the line about a plan: "12/31 plans, about 40 s left"; empty without expected numbers."""
         if not self.expected:
             return ""
-        self._current = max(self._current, _work_of(plan))
-        left = self._current + sum(self._left.values()) + self.blocks / FEW_BLOCKS
+        self._end()
+        self._last = plan, self.now()
+        self._current = max(self._current, 1)
+        left = self._current * self._seconds_of(plan) + self.blocks / FEW_BLOCKS * self._unit
+        left += sum(looks * self._seconds_of(one) for one, looks in self._left.items())
         text = f"{self._looks}/{max(sum(self.expected.values()), self._looks + 1)} plans"
-        if self._rate:
-            text += f", about {self._rate * left:.0f} s left"
+        if self._unit:
+            text += f", about {left:.0f} s left"
         self._looks += 1
-        self._work += _work_of(plan)
-        self._current -= _work_of(plan)
+        self._current -= 1
         return f"{text}: "
 
+    def _end(self) -> None:
+        """Count the time of the plan that was looked at."""
+        if self._last is not None:
+            (plan, start), self._last = self._last, None
+            seconds, work, number = self.spent.get(_kind_of(plan), (0.0, 0.0, 0))
+            self.spent[_kind_of(plan)] = seconds + self.now() - start, work + self._work_of(plan), number + 1
+
+    def _seconds_of(self, plan: Plan | None) -> float:
+        """The time of a plan ([Note: kinds of work])."""
+        seconds, _, number = (0.0, 0.0, 0) if plan is None else self.spent.get(_kind_of(plan), (0.0, 0.0, 0))
+        return seconds / number if number else self._unit * self._work_of(plan)
+
     @property
-    def _rate(self) -> float:
+    def _unit(self) -> float:
         """Seconds of a plan without stages."""
-        return (self.now() - self._began) / self._work if self._work else self.seconds
+        work = sum(one for _, one, _ in self.spent.values())
+        return sum(seconds for seconds, _, _ in self.spent.values()) / work if work else self.seconds
+
+    def _work_of(self, plan: Plan | None) -> float:
+        """The work of a rehearsal, as a multiple of a plan without stages; None stands for schedules with stages."""
+        if plan is None:
+            return OTHERS
+        alike = all(choice.alike for choice in choices_of(plan))
+        return way_of(plan).work * (1.0 if alike else max(1.0, self.depth / FEW_BLOCKS))
 
 
-def _work_of(plan: Plan | None) -> float:
-    """The work of a rehearsal, as a multiple of a plan without stages; None stands for schedules with stages."""
-    return OTHERS if plan is None else way_of(plan).work
+def _kind_of(plan: Plan) -> Kind:
+    """Which techniques are in use, and which have settings that are not as usual."""
+    described = (choice.describe(None) for choice in choices_of(plan))
+    return tuple(bool(part) for one in described for part in (one.name, one.settings))

@@ -35,7 +35,16 @@ from zeroshard.planner.predict.result import MARGIN, Found, Prediction, Refusal
 from zeroshard.planner.predict.states import sizes_of, states_of
 from zeroshard.planner.search.adapted import trained_as, with_adapters, with_optimizer
 from zeroshard.planner.search.exclusions import Exclusions
-from zeroshard.planner.search.expectations import Expectation, Shape, are_many, expectation_of, in_turn, is_hopeless
+from zeroshard.planner.search.expectations import (
+    Expectation,
+    Shape,
+    are_many,
+    expectation_of,
+    in_turn,
+    is_hopeless,
+    looks_at_resorts,
+    looks_of,
+)
 from zeroshard.planner.search.nearest import nearest_ways
 from zeroshard.planner.search.order import rank, with_whole_first
 from zeroshard.planner.search.progress import SearchProgress
@@ -48,7 +57,6 @@ OFFERS: tuple[Callable[[Site], Iterator[Offer | Refused]], ...] = (zero.offers, 
 LAST_RESORTS: tuple[Callable[[Site], Iterator[Offer]], ...] = (offload.offers,)
 MOST_DEEP = 32  # most blocks times microbatches, or stages, of a whole rehearsal of the best plan
 MOST_TIMED = 8  # plans that are timed on this machine, the best by the rates of its profile
-LIKELY = 0.8  # of a device, for the states of plans that are likely to fit
 ENOUGH = 2  # plans that fit, from which on no others are tried that are slower or change results
 Say = Callable[[str], None]
 Key = tuple[Plan, int]
@@ -191,7 +199,7 @@ class _Search:
         if plain is not None and plain.seconds * self._gain > self._fastest:
             return plain.seconds
         for plan in self._variants(shape.plan):
-            found = self._best_of(replace(shape, plan=plan), many)
+            found = self._best_of(self._varied(shape, plan, plain), many)
             if best is not None and (found is None or found.seconds >= best.seconds):
                 break
             best = found or best
@@ -199,6 +207,14 @@ class _Search:
                 self._gain = min(self._gain or 1.0, found.seconds / plain.seconds)
         chosen = plain or best
         return math.inf if chosen is None else chosen.seconds
+
+    def _varied(self, shape: Shape, plan: Plan, plain: Prediction | None) -> Shape:
+        """A variant of a shape, with the leaner settings and the microbatches of the plan that fits without it."""
+        varied = replace(shape, plan=plan)
+        if plain is not None:
+            varied = varied.lean if _unsplit(plain.plan) == self._with(shape.leaner, 1) else varied
+            self._likely[varied.plan] = [plain.plan.microbatches]
+        return varied
 
     def _best_of(self, shape: Shape, many: bool = False) -> Prediction | None:
         """Look at a shape; returns the fastest plan of it that fits."""
@@ -213,8 +229,7 @@ class _Search:
             states = states_of(self._excluding.sizes, plan, ranks)
         except ZeroshardError:  # no plan works, and the search reports why
             return []
-        varied = choices_of(plan).varied
-        every = (each for choice in varied for each in choice.variants(states, ranks))
+        every = (each for choice in choices_of(plan).varied for each in choice.variants(states, ranks))
         return [plan.with_settings(each) for each in every if takes(plan, each)]
 
     @property
@@ -230,7 +245,8 @@ class _Search:
         divided = self._divisions[0]
         shapes = [self._shape(offer, divided) for offers in LAST_RESORTS for offer in offers(divided.site)]
         shapes = [one for one in shapes if any(choice.changes for choice in choices_of(one.plan)) != exact]
-        if looks := self._looks_at(shapes):
+        plans, missing = [one.plan for one in shapes], self.wanted - len(self.fitting)
+        if looks := looks_at_resorts(plans, self._excluding, missing):
             self.progress = self.progress.then(looks, self._deep)
         for shape in shapes:
             if len(self.fitting) < self.wanted:
@@ -269,27 +285,25 @@ class _Search:
         estimators = self._estimators(dict.fromkeys(shape.together for shape in hopeful))
         each = (time.perf_counter() - began) / (len(estimators) + 1) if estimators else 0.0
         for shape in (shape for shape in shapes if shape.together in estimators):
-            offer, variants = shape.offer, self._variants(shape.plan)
+            variants = self._variants(shape.plan)
             found = expectation_of(shape, variants, estimators[shape.together])
             chosen += found.near[:1]
             self._likely |= found.likely
-            if offer.counts:
+            if shape.offer.counts:
                 self._expected[shape.plan] = found
-            looks[shape.plan] = 1 + bool(variants)
-            if likely := found.likely[shape.plan]:
-                more = 0 if are_many(shapes) else offer.most_faster
-                looks[shape.plan] += offer.order.looks(offer.counts, likely) + more - 1
+            varied = [one for one in variants if self._least_bytes(one) <= room]
+            looks[shape.plan] = looks_of(shape, varied, found, are_many(shapes), shape in hopeful)
         planned: dict[Plan | None, int] = {}
 
         def expect(shape: Shape) -> float:
-            planned[shape.plan] = looks[shape.plan] if shape.plan in looks and shape in hopeful else 0
+            planned[shape.plan] = looks.get(shape.plan, 0)
             known = self._expected.get(shape.plan)
             return known.seconds if known is not None and known.near else math.inf
 
         best = in_turn(shapes, self._expected, expect) if estimators else None
         if best is not None and are_many(shapes):
             planned[None] = best.offer.most_faster
-        self.progress = SearchProgress(planned, each, self._deep)
+        self.progress = SearchProgress(planned, each, self._deep, depth=self._depth)
         return sorted(chosen, key=lambda one: (one.seconds, one.peak_bytes))
 
     def _estimators(self, sizes: Iterable[int]) -> dict[int, Estimator]:
@@ -322,12 +336,11 @@ class _Search:
         Args:
             many: whether shapes that are far too large are tried with leaner settings alone, and faster settings later.
         """
-        offer, plan = shape.offer, shape.plan
+        offer, plan, lean = shape.offer, shape.plan, shape.lean
         if not offer.counts:
             self._refuse(plan, shape.rows, *offer.without_counts)
             return
-        leaner, known = shape.leaner, self._expected.get(plan)
-        lean = replace(shape, plan=leaner, offer=replace(offer, order=offer.lean_order or offer.order))
+        leaner, known = lean.plan, self._expected.get(plan)
         made, counts = self._made.get(shape.together), offer.counts
         with suppress(ZeroshardError):  # else no plan works, and the search reports why
             counts = self._excluding.possible(plan, counts)
@@ -396,7 +409,7 @@ class _Search:
     def whole(self, prediction: Prediction) -> Prediction:
         """The prediction from a rehearsal of every stage, and of every block unless too many; refused if too large."""
         plan = prediction.plan
-        if way_of(plan).whole(plan, sum(stack.depth for stack in self.task.facts.stacks)) > MOST_DEEP:
+        if way_of(plan).whole(plan, self._depth) > MOST_DEEP:
             return prediction
         self.say("the best once more, whole")
         found = predict(trained_as(self.task, prediction), plan, self.machines, prediction.batch, deep=True)
@@ -425,8 +438,8 @@ class _Search:
             each = max(1, rows // plan.microbatches)
             for choice in choices_of(plan):
                 plan = plan.with_settings(choice.filled(lambda chunks: self._layers_of(each).split(chunks)))
-            named = f"{short(plan, self.machines.count)}, {rows} rows per data rank"
-            self.say(f"{self.progress.look(plan)}{named}")
+            named = short(plan, self.machines.count)
+            self.say(f"{self.progress.look(plan)}{named}, {rows} rows per data rank")
             self._seen[key] = predict(self.task, plan, self.machines, rows)
         except ZeroshardError as error:
             self._refuse(plan, rows, str(error), "")
@@ -437,25 +450,12 @@ class _Search:
     def _excluding(self) -> Exclusions:
         return Exclusions(sizes_of(self.task, self.base.ignored), self.machines, self.base)
 
-    def _looks_at(self, shapes: Sequence[Shape]) -> dict[Plan | None, int]:
-        """The expected number of plans to look at of last resorts, until enough are likely to fit."""
-        looks: dict[Plan | None, int] = {}
-        missing, room = self.wanted - len(self.fitting), LIKELY * self.machines.device.capacity_bytes
-        for shape in shapes:
-            with suppress(ZeroshardError):
-                if missing and self._excluding.why(shape.plan) is None:
-                    looks[shape.plan] = 2  # with its leaner settings
-                    missing -= self._least_bytes(shape.plan) <= room
-        return looks
-
     def _without_room(self, plan: Plan, rows: int) -> Prediction | None:
         """The least that a plan for a deep model needs, if it exceeds a device ([Note: the whole share first])."""
         leaner = {name: value for choice in choices_of(plan) for name, value in choice.leaner_first.items()}
         known = self._rehearse(plan.with_settings(leaner), rows) if leaner and not self._deep else None
-        if known is None:
-            return None
-        bound = self._excluding.at_least(plan, known)
-        return bound if "device" in bound.full else None
+        bound = None if known is None else self._excluding.at_least(plan, known)
+        return bound if bound is not None and "device" in bound.full else None
 
     def _refuse(self, plan: Plan, rows: int, why: str, way_out: str, prediction: Prediction | None = None) -> None:
         self.refused.append(Refusal(plan, rows, why, way_out, prediction))
@@ -471,8 +471,11 @@ class _Search:
     @property
     def _deep(self) -> int:
         """Blocks of a whole rehearsal of the best plan; 0 where they are too many."""
-        depth = sum(stack.depth for stack in self.task.facts.stacks)
-        return depth if depth <= MOST_DEEP else 0
+        return self._depth if self._depth <= MOST_DEEP else 0
+
+    @property
+    def _depth(self) -> int:
+        return sum(stack.depth for stack in self.task.facts.stacks)
 
     def _costs(self) -> Sequence[LayerCost] | None:
         """The costs of the model's layers, on several devices; None for a model that is no chain."""
