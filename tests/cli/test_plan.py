@@ -1,6 +1,7 @@
 """`zeroshard plan` as a person calls it."""
 
 import ast
+import io
 import json
 import os
 import subprocess
@@ -435,6 +436,17 @@ def test_without_a_terminal_a_line_now_and_then_says_how_far_it_is(capsys: pytes
     read = capsys.readouterr()
     lines = [f"Rehearsing {number}/31 plans, about 40 s left: zero 3" for number in (2, 4)]
     assert read.err.splitlines() == lines and not read.out
+
+
+def test_the_status_stays_on_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    narrow = Console(file=io.StringIO(), width=60, force_terminal=True)
+    monkeypatch.setattr(plan_command, "Console", lambda **_: narrow)
+    with plan_command._status() as say:
+        say(f"12/31 plans, about 40 s left: tensor 2, {'zero 3, ' * 9}8 rows per data rank")
+        (status,) = narrow._live_stack
+        lines = narrow.render_lines(status.get_renderable(), pad=False)
+    shown = ["".join(part.text for part in line) for line in lines]
+    assert len(shown) == 1 and "Rehearsing 12/31 plans, about 40 s left: tensor 2, " in shown[0]
 
 
 def test_explain_beyond_what_fits(read: Callable[..., str]) -> None:

@@ -57,6 +57,7 @@ from zeroshard.zero.byte_formulas import state_bytes
 FILE_COLUMNS = 120
 WIDEST = 120  # of a picture
 CURVES = 128  # blocks times microbatches of all plans of the page whose blocks are all rehearsed
+SPINNER = 2  # columns before a status
 BETWEEN_LINES = 10.0  # seconds, without a terminal
 
 
@@ -306,7 +307,7 @@ def _status(now: Callable[[], float] = time.monotonic) -> Iterator[Callable[[str
     console = Console(stderr=True, highlight=False, markup=False)
     if console.is_terminal:
         with console.status("Rehearsing") as status:
-            yield lambda text: status.update(Text(f"Rehearsing {text}", no_wrap=True, overflow="ellipsis"))
+            yield lambda text: status.update(_cut(f"Rehearsing {text}", console.width - SPINNER))
         return
     last = now()
 
@@ -317,6 +318,13 @@ def _status(now: Callable[[], float] = time.monotonic) -> Iterator[Callable[[str
             console.print(f"Rehearsing {text}", soft_wrap=True)
 
     yield say
+
+
+def _cut(line: str, width: int) -> Text:
+    """The line within so many columns; a status would wrap it."""
+    text = Text(line)
+    text.truncate(width, overflow="ellipsis")
+    return text
 
 
 def _console(stderr: bool = False) -> Console:
