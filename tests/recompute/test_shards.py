@@ -96,7 +96,6 @@ def test_several_microbatches_are_in_flight(pool: Pool, plan: dict[str, Any]) ->
 
 
 MICROBATCHES, LARGE = 4, 64  # rows of a microbatch whose parts are large enough to go to the host
-WHOLE = LARGE * TOKENS * WIDTH  # elements of what enters a chunk with a microbatch
 CUT = {"pipeline_parallel": 2, "pipeline_parallel.split": ("blocks.2",), "microbatches": MICROBATCHES}
 QUARTERS = {"pipeline_parallel.virtual_stages": 2, "pipeline_parallel.split": ("blocks.1", "blocks.2", "blocks.3")}
 SCHEDULES: dict[str, dict[str, Any]] = {
@@ -117,13 +116,14 @@ CASES = {
 }
 
 
-def train_stages(mesh: zs.Mesh, plan: dict[str, Any]) -> Any:
-    """Weights; elements planned, gathered, padded; and bytes of activations on the device and the host, and of buffers,
-    as microbatches of a step enter the last block, without those that graphs hold."""
+def train_stages(mesh: zs.Mesh, plan: dict[str, Any], rows: int) -> Any:
+    """Under a plan, with microbatches of so many rows: weights; elements planned, gathered, padded; and bytes of
+    activations on the device and the host, and of buffers, as microbatches of a step enter the last block, without
+    those that graphs hold."""
     settings, sgd = zs.Plan.from_dict({"device_memory": "1GiB", **plan}), partial(torch.optim.SGD, lr=0.1)
     engine = zs.Engine(model(), sgd, settings, mesh=mesh, example=tuple(each[:1] for each in batch(0)))
     for step in range(2):
-        engine.train_step(batch(step, LARGE * MICROBATCHES))
+        engine.train_step(batch(step, rows * MICROBATCHES))
     seen: list[tuple[int, ...]] = []
 
     def see(*_: Any) -> None:
@@ -131,7 +131,7 @@ def train_stages(mesh: zs.Mesh, plan: dict[str, Any]) -> Any:
         seen.append(tuple(engine.ledger.account(*each).current for each in tiers))
 
     engine.model.get_submodule("blocks.3").register_forward_pre_hook(see)
-    engine.train_step(batch(2, LARGE * MICROBATCHES))
+    engine.train_step(batch(2, rows * MICROBATCHES))
     row = next((row for row in engine.traffic() if row.purpose == Purpose.GATHER_CHECKPOINTS), None)
     counts = None if row is None else (row.planned_elements, row.measured_elements, row.padding_elements)
     return engine.state_dict(), counts, seen[:MICROBATCHES]
@@ -143,17 +143,20 @@ def test_each_rank_keeps_its_part_of_the_inputs_of_chunks(pool: Pool, case: str)
     plain = {**SPLIT, **CUT, "pipeline_parallel.schedule": schedule, **SCHEDULES[schedule]}
     plain["activations.recompute"] = more.get("activations.recompute", plain.get("activations.recompute", "schedule"))
     runs = [plain, {**plain, **more}, {**plain, **more, "activations.partition": True}]
-    for rank, (kept, whole, parts) in enumerate(zip(*(pool.run(train_stages, 4, run) for run in runs), strict=True)):
+    rows = LARGE if "offload" in more else 4
+    seen = [pool.run(train_stages, 4, run, rows) for run in runs[runs[0] == runs[1] :]]
+    inputs = rows * TOKENS * WIDTH  # elements of what enters a chunk with a microbatch
+    for rank, (kept, whole, parts) in enumerate(zip(seen[0], *seen[-2:], strict=True)):
         for other in (whole, parts):
             assert all(torch.equal(kept[0][key], other[0][key]) for key in kept[0])
         of_chunks = {"gpipe": rank >= 2, "zb-h1": False, "interleaved": True}[schedule]  # others are at once, or first
-        elements = MICROBATCHES * WHOLE
+        elements = MICROBATCHES * inputs
         gathers = of_chunks or "segments" in case  # each stage has one
         assert parts[1] == ((elements, elements, 0) if gathers else None) and whole[1] is None
         if schedule != "gpipe" or rank < 2 or "segments" in case:
             continue
         device, host, scratch = zip(*parts[2], strict=True)
-        mine, before = 4 * WHOLE // 2, [4 * WHOLE // 2 * n for n in range(MICROBATCHES)]  # bytes
+        mine, before = 4 * inputs // 2, [4 * inputs // 2 * n for n in range(MICROBATCHES)]  # bytes
         assert len(set(scratch)) == 1  # nothing is left among the messages
         if "offload" in more:
             assert list(host) == before and max(device) <= 2 * mine  # on their way

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path("/")
+NO_LIMIT = 2**62  # bytes; version 1 shows the largest multiple of a page
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +52,11 @@ def _cgroups(root: Path) -> Iterator[Room]:
 
 def _cgroup(root: Path, limit: Path, usage: Path, cached: str) -> Iterator[Room]:
     """The free bytes of one cgroup; inactive pages of files are reclaimed first, and count as free."""
-    allowed, used = _read(limit).strip(), _read(usage).strip()
-    if allowed.isdecimal() and used.isdecimal():  # and not "max"
+    allowed = _read(limit).strip()
+    if not allowed.isdecimal() or int(allowed) >= NO_LIMIT:  # such as "max"
+        return
+    used = _read(usage).strip()
+    if used.isdecimal():
         free = int(allowed) - int(used) + _table(limit.with_name("memory.stat")).get(cached, 0)
         yield Room(free, f"{limit.name} of the cgroup /{limit.parent.relative_to(root)}")
 
@@ -95,6 +99,7 @@ def _table(path: Path) -> dict[str, int]:
 def _read(path: Path) -> str:
     """The text of a file; empty if it cannot be read."""
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
+        with open(path, "rb") as file:
+            return file.read().decode(errors="replace")
     except OSError:
         return ""

@@ -226,7 +226,7 @@ class Stage:
                 if module in chain.frames:  # its forward runs here, and must find a tensor
                     absent = torch.full((), float("nan"), dtype=dtypes[name], device=device).expand(parameter.shape)
                 module._parameters[attribute] = nn.Parameter(absent, requires_grad=False)
-        chain.placeholders.forget()
+        chain.placeholders.forget(any(dtypes[name] is not p.dtype for name, p in named.items()))
 
     def planned(self) -> Iterator[Planned]:
         """Planned bytes of borrowed weights and their gradients."""

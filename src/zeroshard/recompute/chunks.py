@@ -13,7 +13,7 @@ from zeroshard.platform.accelerator import is_accelerator
 from zeroshard.recompute.context import RecomputeContext
 from zeroshard.recompute.kept_inputs import Hooks, KeptInput, keep_input
 from zeroshard.recompute.segments import RecomputedForward, differs
-from zeroshard.replay.generators import PYTHON_AND_NUMPY, ReachedGenerators, held_by
+from zeroshard.replay.generators import PYTHON_AND_NUMPY, ReachedGenerators, Source, held_by
 from zeroshard.replay.replay import OTHER_VALUES, Replay, agrees, sample_of, spacing
 
 
@@ -62,14 +62,15 @@ class ChunkInputs:
         self._context, self._modules, self._hooks = context, modules, hooks
         self.recomputes, self.moves = recomputes, hooks is not None
         self.scratch: Scratch | None = None if self.moves else context.arena
-        self._reached = ReachedGenerators(modules)
+        self._reached, self._held = ReachedGenerators(modules), list[Source]()
         self._forwards = 0
 
     def begin(self, name: str) -> ChunkForward:
         """Begin a forward that will be computed again."""
         if self._reached.looks:
             self._reached.look()
-        sources = (*PYTHON_AND_NUMPY, *held_by(self._modules), *self._reached.found)
+            self._held = held_by(self._modules)
+        sources = (*PYTHON_AND_NUMPY, *self._held, *self._reached.found)
         device = self._context.device
         compares = not self.moves and spacing(self._forwards, is_accelerator(device)) > 0  # else with loss, perhaps
         self._forwards += 1

@@ -35,9 +35,10 @@ class Placeholders:
         self._known: dict[Any, tuple[_Flat, list[tuple[Gate, _Flat]]]] = {}
         self._recorded: dict[Any, tuple[list[Any], _Flat, list[tuple[str, _Flat]]]] = {}
         self._on_meta: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] | None = None
+        self._cast = False  # parameters have other dtypes than in the recorded calls
 
     def record(self, module: nn.Module, args: Any, kwargs: Any, output: Any, began: int = 0) -> None:
-        """Record the output shapes of a real call, for a module that cannot run on the meta device.
+        """Record the output shapes of a real call, which need not be looked for on the meta device.
 
         Args:
             began: the length of `seen` before the call.
@@ -46,10 +47,10 @@ class Placeholders:
         self._recorded[_key(module, args, kwargs)] = shapes, shapes_of(output), self.seen[began:]
         del self.seen[began:]
 
-    def forget(self) -> None:
-        """Clear the cache: dtypes of parameters, or their devices, have changed."""
+    def forget(self, cast: bool = False) -> None:
+        """Clear the cache: devices of parameters have changed, and with `cast` their dtypes."""
         self._known.clear()
-        self._on_meta = None
+        self._on_meta, self._cast = None, self._cast or cast
 
     def drop(self, module: nn.Module) -> None:
         """Drop a module's recorded shapes, which are out of date."""
@@ -100,6 +101,10 @@ class Placeholders:
     def _shapes(
         self, module: nn.Module, forward: Callable[..., Any], key: Any, args: Any, kwargs: Any
     ) -> tuple["_Flat", list[tuple[Gate, "_Flat"]]]:
+        inside = set(self.inner).intersection(module.modules())
+        if key in self._recorded and not self._cast and not inside:
+            return self._recorded[key][1], []
+
         def to_meta(leaf: Any) -> Any:
             with torch._C.DisableTorchFunctionSubclass():  # the values of a parameter may be on other ranks
                 return torch.empty_like(leaf, device="meta") if isinstance(leaf, Tensor) else leaf
@@ -117,7 +122,7 @@ class Placeholders:
             if key in self._recorded:
                 _, outputs, calls = self._recorded[key]
                 return outputs, [(gates[path], flat) for path, flat in calls if path in gates]
-            recorded = {} if set(self.inner).intersection(module.modules()) else self._recorded
+            recorded = {} if inside else self._recorded
             shapes = tree_leaves(tree_map(_shape_of, (args, kwargs)))
             for (one, *_, spec), (inputs, outputs, _) in recorded.items():
                 if one == id(module) and spec == key[-1]:

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from zeroshard.errors import ModelError
 from zeroshard.pipeline.cut.carried import LearnedValues
 from zeroshard.pipeline.cut.gates import Gate, activation_at, open_up, place_of_activation, with_activation
-from zeroshard.pipeline.cut.origins import Origins
+from zeroshard.pipeline.cut.origins import Origins, tensors_among
 from zeroshard.pipeline.cut.placeholders import Placeholders, shapes_of, stand_in_for, without_hooks
 from zeroshard.platform import accelerator
 
@@ -242,8 +242,10 @@ class BufferUses(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note the buffers among a function's arguments."""
-        taken = {id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-        self._reads |= {(m, name) for m in self._modules for name, buffer in m._buffers.items() if id(buffer) in taken}
+        if self._modules:
+            taken = set(map(id, tensors_among((args, kwargs))))
+            buffers = ((m, name, buffer) for m in self._modules for name, buffer in m._buffers.items())
+            self._reads |= {(m, name) for m, name, buffer in buffers if id(buffer) in taken}
         return func(*args, **(kwargs or {}))
 
     def look(self, phase: int) -> None:
