@@ -140,7 +140,9 @@ class Browser:
     def _next(self) -> dict[str, Any]:
         deadline = time.monotonic() + DEADLINE
         while b"\0" not in self._buffer:
-            if not select.select([self._read], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            ready = select.poll()  # `select.select` takes no file with a number above 1023
+            ready.register(self._read, select.POLLIN)
+            if not ready.poll(1000 * max(0.0, deadline - time.monotonic())):
                 raise RuntimeError(f"the browser did not answer within {DEADLINE:.0f} s")
             received = os.read(self._read, 1 << 20)
             if not received:
