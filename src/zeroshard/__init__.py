@@ -1,6 +1,8 @@
 """zeroshard trains PyTorch models that do not fit: on many devices or on one."""
 
 import logging
+import sys
+from contextlib import nullcontext
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -80,8 +82,9 @@ else:
         if name.startswith("_"):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         try:
-            with uncollected():
-                module = import_module(f"{__name__}.{_MODULES.get(name, name)}")
+            path = f"{__name__}.{_MODULES.get(name, name)}"
+            with nullcontext() if path in sys.modules else uncollected():  # which may walk all frozen objects
+                module = import_module(path)
         except ModuleNotFoundError as error:
             if error.name != f"{__name__}.{name}":
                 raise
