@@ -1,9 +1,10 @@
 """Counts of memory and of the wire that no part of zeroshard makes: by torch's storages, and by the kernel.
 
 [Note: what is counted] `Alive` sees the result of every operation of its thread, keeps weak references to the storages
-and adds up the bytes of those that are left. On CPUs what zeroshard keeps "on the device" comes from torch's allocator,
-and host memory does not, so that its storages cannot be resized: they are left out. `Units` looks at the storages that
-the parameters of a block have viewed. `sent` is what the kernel wrote for this process.
+and adds up the bytes of those that are left, after each operation with a new storage or a resized one. On CPUs what
+zeroshard keeps "on the device" comes from torch's allocator, and host memory does not, so that its storages cannot be
+resized: they are left out. `Units` looks at the storages that the parameters of a block have viewed. `sent` is what the
+kernel wrote for this process.
 """
 
 import weakref
@@ -34,29 +35,34 @@ class Alive(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.most = 0
-        self._seen: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._seen: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}  # with the bytes that it had
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self._note(tree_leaves(result))
-        if not getattr(func, "is_view", False):  # which takes no memory
+        if self._note([result] if isinstance(result, Tensor) else tree_leaves(result)):
             self.most = max(self.most, self.now())
         return result
 
-    def _note(self, results: Iterable[Any]) -> None:
+    def _note(self, results: Iterable[Any]) -> bool:
+        """Note the storages of results; whether one of them is new or was resized."""
+        more = False
         for leaf in results:
             storage = storage_of(leaf) if isinstance(leaf, Tensor) else None
             if storage is None or not storage.resizable():
                 continue
-            key = storage._cdata
-            if key not in self._seen or self._seen[key]() is None:
-                self._seen[key] = weakref.ref(storage)
+            key, nbytes = storage._cdata, storage.nbytes()
+            ref, before = self._seen.get(key, (None, -1))
+            if ref is None or ref() is None:
+                ref, before = weakref.ref(storage), -1
+            if before != nbytes:
+                self._seen[key], more = (ref, nbytes), True
+        return more
 
     def now(self) -> int:
         """Bytes that are alive."""
-        alive = [storage for ref in self._seen.values() if (storage := ref()) is not None]
+        alive = [storage for ref, _ in self._seen.values() if (storage := ref()) is not None]
         if len(self._seen) > 2 * len(alive):
-            self._seen = {key: ref for key, ref in self._seen.items() if ref() is not None}
+            self._seen = {key: seen for key, seen in self._seen.items() if seen[0]() is not None}
         return sum(map(torch.UntypedStorage.nbytes, alive))
 
     def restart(self) -> int:
