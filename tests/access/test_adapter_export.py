@@ -11,7 +11,7 @@ from pool import Pool
 from torch import Tensor, nn
 
 import zeroshard as zs
-from zeroshard.errors import PlanError
+from zeroshard.errors import ModelError, PlanError
 
 peft = pytest.importorskip("peft")
 PLANS: dict[str, dict[str, Any]] = {
@@ -73,6 +73,54 @@ def test_adapters_and_merged_weights_are_those_of_peft(tmp_path: Path, name: str
 def test_they_are_the_same_under_any_plan(pool: Pool, tmp_path: Path, name: str, plan: str) -> None:
     weights, _ = pool.run(export, 2, name, PLANS[plan], tmp_path)
     check(name, weights, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "targets, copies, ties",
+    [
+        (["embed_tokens", "q_proj"], None, False),
+        (["lm_head"], None, False),
+        (["embed_tokens", "lm_head"], None, False),
+        (["q_proj"], ["embed_tokens"], False),
+        (["q_proj"], ["lm_head"], False),
+        (["q_proj"], None, True),
+    ],
+)
+def test_tied_weights_with_one_adapter_are_two_when_merged(
+    tmp_path: Path, targets: list[str], copies: list[str] | None, ties: bool
+) -> None:
+    """The merged model computes what the adapted one does; peft's own merge adds to both."""
+    model: Any = base("llama")
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    config = peft.LoraConfig(r=2, target_modules=targets, modules_to_save=copies, init_lora_weights=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft warns of tied weights
+        engine = engine_of(None, peft.get_peft_model(model, config))
+    engine.train_step(batch(0))
+    engine.export(tmp_path / "merged", merge=True)
+    merged = type(model).from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    assert merged.config.tie_word_embeddings is ties
+    words = batch(1)["input_ids"]
+    with torch.no_grad():
+        torch.testing.assert_close(merged(words).logits, engine(input_ids=words).logits, rtol=1e-5, atol=1e-6)
+
+
+def test_rows_of_embeddings_that_are_trained(tmp_path: Path) -> None:
+    """`trainable_token_indices` of peft, beside LoRA: files of the base are read beneath, and peft reads the export."""
+    base("llama").save_pretrained(tmp_path / "base")  # type: ignore[operator]
+    settings = {"r": 2, "target_modules": ["q_proj"], "trainable_token_indices": [1, 4], "task_type": "CAUSAL_LM"}
+    engine = engine_of(None, peft.get_peft_model(base("llama"), peft.LoraConfig(**settings)))
+    engine.load_weights(tmp_path / "base")
+    engine.train_step(batch(0))
+    engine.export(tmp_path / "adapter", adapters=True)
+    again = peft.PeftModel.from_pretrained(base("llama"), tmp_path / "adapter").state_dict()
+    weights = engine.state_dict()
+    assert again.keys() == weights.keys() and all(torch.equal(again[key], weights[key]) for key in again)
+    with pytest.raises(PlanError, match=r"merges adapters by LoRA and DoRA.*token_adapter' has a TrainableTokensLayer"):
+        engine.export(tmp_path / "merged", merge=True)
+    with pytest.raises(ModelError, match="trainable_token_indices is on the meta device"):
+        zs.from_pretrained(tmp_path / "base", torch.optim.SGD, adapters=peft.LoraConfig(**settings))
 
 
 def test_adapters_that_are_not_there_are_refused(tmp_path: Path) -> None:

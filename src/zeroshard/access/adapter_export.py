@@ -126,11 +126,13 @@ def plan_merged(whole: TensorTable, model: Any, sizes: ExportSizes) -> tuple[Exp
     base = model.get_base_model()
     prefix = next(path for path, module in model.named_modules() if module is base)
     merging = _Merging(whole, model, active, f"{prefix}." if prefix else "")
+    texts = texts_of(base)
+    if merging.parted and texts[CONFIG] is not None:
+        texts[CONFIG] |= {"tie_word_embeddings": False}
     slots = [
         Slot(name, sizes.dtype if sizes.dtype and held.kept.is_floating_point else held.kept, held.shape)
         for name, held in merging.held.items()
     ]
-    texts = texts_of(base)
     groups = grouped(slots, None if texts[CONFIG] is None else FAMILY, base)
     wide = {name for name, held in merging.held.items() if held.kept != torch.float16}
     most = shard_bytes(sizes.shard_size, "shard_size")
@@ -140,8 +142,11 @@ def plan_merged(whole: TensorTable, model: Any, sizes: ExportSizes) -> tuple[Exp
 class _Merging:
     """The tensors of a base under its own names, with adapters added.
 
+    Embeddings and an output layer that are one parameter, with an adapter on one of them, are two weights after that.
+
     Attributes:
         held: by the name in the base, the tensor that is read.
+        parted: whether there are weights that were one parameter.
     """
 
     def __init__(self, whole: TensorTable, model: Any, active: list[str], prefix: str) -> None:
@@ -149,11 +154,6 @@ class _Merging:
         named = base_names(model)
         assert named is not None
         self._table = {each.name: each for each in whole.table}
-        self.held: dict[str, HeldBoxes] = {}
-        for name, each in self._table.items():
-            own = named(name)
-            if own is not None and (".modules_to_save." not in name or any(f".{a}." in name for a in active)):
-                self.held[own.removeprefix(prefix)] = each  # a trained copy comes after its original
         self._layers: dict[str, list[tuple[str, Any]]] = {}  # by the name of the parameter, innermost layer first
         for path, layer in layers_of_adapters(model).items():
             parameter = f"{_inside(path, layer)}.{getattr(layer, 'parameter_name', None) or 'weight'}"
@@ -165,14 +165,40 @@ class _Merging:
                     f"merge=True adds to floating-point weights, and '{parameter}' holds codes ({codes.kept}). Export "
                     f"the adapter alone, with adapters=True, and merge it into a base that is not quantised."
                 )
+        own = {name: base.removeprefix(prefix) for name in (*self._table, *whole.tied) if (base := named(name))}
+        self.held = self._chosen(own)
+        ties = ({own[further], own[first]} for further, first in whole.tied.items() if {further, first} <= own.keys())
+        self.parted = any(len(names) > 1 and names <= self.held.keys() for names in ties)
+
+    def _chosen(self, own: Mapping[str, str]) -> dict[str, HeldBoxes]:
+        """By the name in the base, the tensor under it: an active trained copy before the frozen one; one of equals.
+
+        Args:
+            own: the names in the base, by those in the model.
+        """
+        chosen: dict[str, str] = {}
+        for name, base in own.items():
+            trains = ".modules_to_save." in name
+            active = any(f".modules_to_save.{adapter}." in name for adapter in self._active)
+            if active or (base not in chosen and not trains):
+                chosen[base] = name
+        found: dict[str, HeldBoxes] = {}
+        seen: set[tuple[str, tuple[str, ...]]] = set()
+        for base, name in chosen.items():
+            first = self._whole.tied.get(name, name)
+            same = first, tuple(path for path, _ in self._layers.get(name, ()))
+            if same not in seen:
+                seen.add(same)
+                found[base] = replace(self._table[first], name=name)
+        return found
 
     def read(self, slot: Slot) -> Tensor:
         """A tensor of the base, merged; a collective call."""
         held = self.held[slot.key]
-        layers = self._layers.get(held.name, ())
+        layers, name = self._layers.get(held.name, ()), self._whole.tied.get(held.name, held.name)
         if not layers:
-            return self._whole.read(replace(slot, key=held.name))
-        values = self._one(held.name)
+            return self._whole.read(replace(slot, key=name))
+        values = self._one(name)
         for path, layer in layers:
             for adapter in self._active:
                 if adapter in layer.scaling:

@@ -22,6 +22,7 @@ from torch import nn
 from zeroshard.errors import ModelError
 
 COPIES = re.compile(r"(?<=\.)(original_module|modules_to_save\.[^.]+)\.")
+TOKENS = ".token_adapter.base_layer."  # of embeddings some of whose rows are trained (`trainable_token_indices`)
 WITHOUT_BASE = (True, False, "gaussian")  # values of `init_lora_weights` that need no values of the base
 
 
@@ -42,7 +43,7 @@ def base_names(model: nn.Module) -> Callable[[str], str | None] | None:
         return None
 
     def named(name: str) -> str | None:
-        words = name.split(".")
+        words = name.replace(TOKENS, ".base_layer.").split(".")
         for place, word in enumerate(words):
             if word != "base_layer" and ".".join(words[:place]) in layers:
                 return None
@@ -99,6 +100,9 @@ def _modules_of(layer: Any) -> Iterator[tuple[str, nn.Module, Fill]]:
             yield next(iter(table)), table, partial(_embed, table, draws)
     for adapter, module in (getattr(layer, "lora_magnitude_vector", None) or {}).items():
         yield adapter, module, partial(_unknown, module)
+    rows = getattr(layer, "trainable_tokens_delta", None)
+    if isinstance(rows, nn.ParameterDict) and len(rows):
+        yield next(iter(rows)), rows, _refuse_rows
 
 
 def _fill(path: str, kind: Any, fill: Fill) -> None:
@@ -135,6 +139,13 @@ def _embed(table: nn.ParameterDict, draws: bool, kind: Any) -> None:
             nn.init.normal_(parameter)
         else:
             nn.init.zeros_(parameter)
+
+
+def _refuse_rows(kind: Any) -> None:
+    raise ModelError(
+        "An adapter with trainable_token_indices is on the meta device, and its initial values are rows of the base. "
+        "Attach it to a base with values."
+    )
 
 
 def _unknown(module: nn.Module, kind: Any) -> None:

@@ -176,6 +176,10 @@ WRONG: dict[str, tuple[str, Change, str]] = {  # family, change of its folder, t
 }  # fmt: skip
 WRONG_MODELS: dict[str, tuple[Change, str]] = {
     "no configuration": (lambda path: (path / "config.json").unlink(), "has no config.json; give the folder"),
+    "code in the folder": (
+        configured(model_type="unheard", auto_map={"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}),
+        "contains custom code which must be executed",
+    ),
     "an unknown class": (configured(architectures=["Unheard"]), "names Unheard, which transformers does not have"),
     **{
         f"weights of {method}": (
@@ -332,6 +336,48 @@ def test_16_bit_files_become_masters_as_they_are(tmp_path: Path, dtype: torch.dt
     kept = zs.checkpoint.WeightFiles(tmp_path / "step-00000001", {})
     for name, value in model.state_dict().items():
         assert torch.equal(kept.whole(f"weight:{name}").view(value.shape), value.float()), name
+
+
+def test_files_of_several_dtypes_and_configurations_without_one(tmp_path: Path) -> None:
+    """Values are those of transformers; `dtype="auto"` takes the first dtype in the files."""
+    kinds = [torch.bfloat16, torch.float32, torch.float16, torch.float64]
+    mixed = changed(lambda t: t.update({name: v.to(kinds[n % 4]) for n, (name, v) in enumerate(sorted(t.items()))}))
+    path = copied("llama", tmp_path, mixed)
+    wanted = transformers.LlamaForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
+    state = load(path, plan=zs.Plan(zero=3)).state_dict()
+    assert all(torch.equal(state[name], value) for name, value in wanted.items())
+    configured(dtype=None, torch_dtype=None)(path)
+    changed(lambda t: t.update({name: value.bfloat16() for name, value in t.items()}))(path)
+    (path / "pytorch_model.bin").write_bytes(b"a pickle beside safetensors files is not opened")
+    assert {value.dtype for value in load(path, dtype="auto").state_dict().values()} == {torch.bfloat16}
+
+
+def test_names_of_earlier_versions_and_values_under_two_names(tmp_path: Path) -> None:
+    """Files of BERT with gamma and beta, positions as a buffer, and the tied output layer."""
+
+    def old(tensors: dict[str, Any]) -> None:
+        for name in [name for name in tensors if "LayerNorm" in name]:
+            new = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
+            tensors[new] = tensors.pop(name)
+        tensors["bert.embeddings.position_ids"] = torch.arange(32)[None]
+        tensors["cls.predictions.decoder.weight"] = tensors["bert.embeddings.word_embeddings.weight"].clone()
+        tensors["cls.predictions.decoder.bias"] = tensors["cls.predictions.bias"].clone()
+
+    state, wanted = load(copied("bert", tmp_path, changed(old))).state_dict(), made("bert").state_dict()
+    assert state.keys() == wanted.keys() and all(torch.equal(state[name], wanted[name]) for name in wanted)
+
+
+def test_files_of_a_base_model_and_of_one_with_a_head(tmp_path: Path) -> None:
+    """The prefix of the base is added, or left out."""
+    whole = {f"model.{name}": v for name, v in load(folder("llama"), model=transformers.AutoModel, strict=False)
+             .state_dict().items()}  # fmt: skip
+    given = made("llama").state_dict()
+    assert whole.keys() == given.keys() - {HEAD} and all(torch.equal(whole[name], given[name]) for name in whole)
+    plain = transformers.AutoModel.from_pretrained(folder("llama"))
+    plain.save_pretrained(tmp_path / "base")
+    engine = load(tmp_path / "base", model=transformers.AutoModelForCausalLM, missing="initialise")
+    assert engine.loaded is not None and engine.loaded.initialised == (HEAD,)
+    assert all(torch.equal(engine.state_dict()[name], whole[name]) for name in whole)
 
 
 def test_tied_weights_are_compared_before_more_is_read(tmp_path: Path) -> None:

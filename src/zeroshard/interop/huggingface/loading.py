@@ -9,6 +9,7 @@ from typing import Any, Literal, TypedDict, TypeVar, Unpack
 import torch
 from torch import nn
 
+from zeroshard.checkpoint.weights import Shards, files_of
 from zeroshard.comm.collectives import Comm
 from zeroshard.comm.mesh import Mesh, shared_mesh
 from zeroshard.engine import Engine
@@ -36,8 +37,8 @@ class LoadOptions(TypedDict, total=False):
     Attributes:
         strict: refuse tensors in the files that the model does not have; True by default.
         missing: "refuse" a parameter without a value, or "initialise" it: a new head, rows of new tokens.
-        dtype: of the model's parameters; fp32 by default, "auto" for that of the configuration. The dtype in which
-            they are computed with is the plan's.
+        dtype: of the model's parameters; fp32 by default, "auto" for that of the configuration, else of the files. The
+            dtype in which they are computed with is the plan's.
         quantized: "nf4", "fp4" or "int8" for linear layers of bitsandbytes in place of the model's, which are quantised
             while they are read; or a `BitsAndBytesConfig` of transformers. They are frozen.
         adapters: a configuration of peft, such as a `LoraConfig`, for adapters that are put into the model.
@@ -160,7 +161,7 @@ def build(folder: Path, kind: type | None, dtype: torch.dtype | str | None = Non
             f"{folder / CONFIG} is of the family {config.model_type!r}, and {kind.__name__} needs a configuration of "
             f"{expected.model_type!r}. Give the class of that family, or leave model out."
         )
-    chosen = config.dtype if dtype == "auto" else dtype
+    chosen = (config.dtype or _dtype_of_files(folder)) if dtype == "auto" else dtype
     try:
         with torch.device("meta"):
             built: nn.Module = make(config, dtype=chosen or torch.float32)
@@ -171,6 +172,13 @@ def build(folder: Path, kind: type | None, dtype: torch.dtype | str | None = Non
     if (folder / "generation_config.json").is_file() and hasattr(built, "generation_config"):
         built.generation_config = transformers.GenerationConfig.from_pretrained(str(folder), local_files_only=True)
     return built
+
+
+def _dtype_of_files(folder: Path) -> torch.dtype | None:
+    """The first floating-point dtype of more than 8 bits in the files of a model."""
+    shards = Shards(folder, files_of(folder))
+    dtypes = (shards.dtype(name) for name in shards.shapes if not shards.code(name).startswith(("F8", "F4")))
+    return next((dtype for dtype in dtypes if dtype.is_floating_point), None)
 
 
 def _class_of(config: Any, folder: Path, transformers: Any) -> type:
