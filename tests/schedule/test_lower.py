@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from zeroshard.schedule import Action, Kind, Layout, Schedule, lower, with_gathers, with_reductions, with_update
 from zeroshard.schedule.actions import COMPUTE, RECEIVES, SENDS
+from zeroshard.schedule.lower import Skip
 from zeroshard.schedule.orders import FLUSHING, one_f_one_b, one_f_one_b_part
 
 
@@ -127,6 +128,21 @@ def test_messages_of_a_middle_stage() -> None:
     layout = Layout.equal(3)
     lowered = lower.with_messages(parsed("F1.0@0 B1.0@0"), layout, 1)
     assert words(lowered) == "RECV_F1.0@0<0 RECV_B1.0@0<2 F1.0@0 SEND_F1.0@0>2 B1.0@0 SEND_B1.0@0>0"
+
+
+def test_a_skip_is_received_as_early_as_its_source_is_ahead() -> None:
+    layout, skips = Layout.equal(4), [Skip(0, 3), Skip(1, 3)]
+    assert words(lower.with_messages(parsed("F0.0@0 B0.0@0"), layout, 0, skips=skips)) == (
+        "RECV_B0.0@0<3 RECV_B0.0@0<1 F0.0@0 SEND_F0.0@0>1 SEND_F0.0@0>3 B0.0@0"
+    )
+    lowered = lower.with_messages(one_f_one_b(layout, 3, 8), layout, 3, skips=skips)
+    place = {str(action): n for n, action in enumerate(a for a in lowered if a.kind in COMPUTE | RECEIVES)}
+    before = [place[f"RECV_F3.5@0<{peer}"] for peer in range(3)]
+    assert before == sorted(before)
+    done = [
+        sum(a.kind in COMPUTE for a in lowered[: lowered.index(Action.parse(f"RECV_F3.5@0<{p}"))]) for p in (0, 1, 2)
+    ]
+    assert done == [10 - 3 * lower.LOOKAHEAD, 10 - 2 * lower.LOOKAHEAD, 10 - lower.LOOKAHEAD]
 
 
 @pytest.mark.parametrize("name", sorted(FLUSHING))

@@ -1,5 +1,6 @@
 """The simulator against the papers' formulas, in fractions, and against small cases by hand."""
 
+from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
 
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from zeroshard.errors import PlanError
 from zeroshard.schedule.actions import COMPUTE, Action, Schedule
 from zeroshard.schedule.layout import Layout
-from zeroshard.schedule.lower import Loan
+from zeroshard.schedule.lower import Loan, Skip
 from zeroshard.schedule.orders import SCHEDULES, STREAMING
 from zeroshard.schedule.pipeline import PipelineSchedule
 from zeroshard.schedule.simulate import Costs, Simulation, simulate
@@ -154,6 +155,21 @@ def test_messages_one_way_do_not_hold_up_the_other_way() -> None:
         [("F0.0@0", 0, 1), ("B0.9@0", 9, 10)],
         [("B1.9@0", 0, 1), ("F1.0@0", 9, 10)],
     ]
+
+
+def test_a_skip_arrives_beside_the_messages_of_the_chunks_between() -> None:
+    """Three stages of 1 second; a skip of 50 bytes at 10 a second leaves at 1, and the loss waits for it until 6."""
+    skip = Skip(0, 2)
+    lists = PipelineSchedule("gpipe", Layout.equal(3), 1, skips=(skip,)).stretch()
+    costs = Costs((1, 1, 1), (1, 1, 1), bytes_per_second=10, skip_bytes={skip: 50})
+    simulation = simulate(lists, Layout.equal(3), costs)
+    assert [[(str(action), start) for action, start, _ in row] for row in simulation.spans] == [
+        [("F0.0@0", 0), ("B0.0@0", 13)],
+        [("F1.0@0", 1), ("B1.0@0", 8)],
+        [("F2.0@0", 6), ("B2.0@0", 7)],
+    ]
+    plain = simulate(lists, Layout.equal(3), replace(costs, skip_bytes={skip: 0}))
+    assert plain.makespan == 6
 
 
 def test_recomputation_adds_a_forward_except_right_after_it() -> None:

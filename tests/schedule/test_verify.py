@@ -22,6 +22,7 @@ from zeroshard.schedule import (
     with_update,
 )
 from zeroshard.schedule.actions import BACKWARDS, COMPUTE, SENDS
+from zeroshard.schedule.lower import Skip
 from zeroshard.schedule.orders import CHUNKED, SCHEDULES, STREAMING, UNEVEN
 
 Lists = list[Schedule]
@@ -59,8 +60,10 @@ def pipelines(draw: st.DrawFn, most: int = 6) -> PipelineSchedule:
     if not (layout.uneven and streams) and layout.all_chunks > 1 and draw(st.booleans()):
         loans = (Loan(0, layout.all_chunks - 1),)
     sync = name == "pipedream" and draw(st.booleans())
+    every = [Skip(a, b) for a in range(layout.all_chunks) for b in range(a + 2, min(a + d, layout.all_chunks))]
+    skips = tuple(sorted(draw(st.sets(st.sampled_from(every), max_size=5)))) if every else ()
     try:
-        return PipelineSchedule(name, layout, m, sync, draw(st.booleans()), loans)
+        return PipelineSchedule(name, layout, m, sync, draw(st.booleans()), loans, skips=skips)
     except PlanError:
         assume(False)
         raise
@@ -97,6 +100,12 @@ def test_every_pipeline_is_accepted(pipeline: PipelineSchedule, steps: int, gath
         (PipelineSchedule("1f1b", Layout((2, 1)), 4, loans=(Loan(0, 1),)), 1),
         (PipelineSchedule("1f1b", Layout((1, 3)), 6, reduce_each=True, loans=(Loan(0, 1),)), 1),
         (PipelineSchedule("1f1b", Layout((2, 1, 3)), 6, loans=(Loan(0, 2), Loan(1, 2))), 1),
+        (PipelineSchedule("1f1b", Layout.equal(8), 24, skips=tuple(Skip(a, 7 - a) for a in range(3))), 1),
+        (PipelineSchedule("zb-h1", Layout.equal(8), 16, skips=tuple(Skip(a, 7) for a in range(6))), 1),
+        (PipelineSchedule("gpipe", Layout.equal(4, 3), 16, skips=(Skip(0, 2), Skip(0, 3), Skip(5, 7))), 1),
+        (PipelineSchedule("interleaved", Layout.equal(5, 3), 15, skips=(Skip(0, 4), Skip(1, 4), Skip(6, 10))), 1),
+        (PipelineSchedule("pipedream", Layout.equal(6), 6, skips=(Skip(0, 5), Skip(1, 4))), 3),
+        (PipelineSchedule("1f1b", Layout((1, 3, 1, 2)), 12, skips=(Skip(0, 2), Skip(0, 3), Skip(1, 3))), 1),
     ],
     ids=str,
 )
@@ -244,6 +253,16 @@ def test_exactly_what_blocks_is_refused(pipeline: PipelineSchedule, steps: int, 
     else:
         with pytest.raises(PlanError, match="No rank can go on"):
             verify(lists)
+
+
+def test_a_skip_does_not_stand_in_for_the_message_of_the_chunk_before() -> None:
+    pipeline = PipelineSchedule("gpipe", Layout.equal(3), 1, skips=(Skip(0, 2),))
+    lists = pipeline.stretch()
+    assert "F0.0@0 SEND_F0.0@0>1 SEND_F0.0@0>2" in " ".join(map(str, lists[0]))
+    lists[1].remove(Action.parse("SEND_F1.0@0>2"))
+    lists[2].remove(Action.parse("RECV_F2.0@0<1"))
+    with pytest.raises(PlanError, match=r"F2\.0@0, has no input of chunk 1, only of 0"):
+        verify(lists)
 
 
 def test_a_deadlock_is_shown_with_what_every_rank_waits_for() -> None:

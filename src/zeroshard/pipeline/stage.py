@@ -7,9 +7,10 @@ import time
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -32,8 +33,9 @@ from zeroshard.pipeline.run.borrowed import Borrowed
 from zeroshard.pipeline.run.deferred import Deferral
 from zeroshard.pipeline.run.scattered import Scattered
 from zeroshard.pipeline.whole import DtypeOf, Replaced, WholeModel, replaced
-from zeroshard.schedule import Loan, PipelineSchedule, verify
+from zeroshard.schedule import Action, Kind, Loan, PipelineSchedule, verify
 from zeroshard.schedule.orders import warm_up
+from zeroshard.schedule.run import peer_of
 from zeroshard.step.losses import Loss
 from zeroshard.step.sequence import Run
 from zeroshard.units import Unit
@@ -250,6 +252,12 @@ class Stage:
         """The rank whose copy of a stage's buffers this rank uses: itself, or the rank of its data rank."""
         return self.rank if stage == self.number else self.pipeline.layout.rank_of(stage, self.data_rank, self.place)
 
+    def other(self, action: Action) -> int:
+        """The chunk at the other end of a message between chunks."""
+        layout, peer = self.pipeline.layout, peer_of(action)
+        further = action.kind in (Kind.SEND_FORWARD, Kind.RECEIVE_BACKWARD)
+        return (layout.target_of if further else layout.source_of)(action.chunk, peer)
+
     def chunk_of_layer(self, layer: int) -> int:
         """The chunk of a layer."""
         return bisect_right(self.firsts[:-1], layer) - 1
@@ -285,6 +293,7 @@ def make_stage(model: nn.Module, cut: Cut, mesh: Mesh, example: Any, run: Run) -
             chain = Chain(model, lambda: run(beside), cut.units, mesh.device)
         chain.crossing.follow(world.agree_on(chain.crossing.plain(), "values beside activations")[0])
         firsts = _cut(model, cut, chain, world, lambda: run(on_device))
+    _refuse_other_ways(chain, world)
     chain.crossing.refuse_asides(firsts[1:-1], [layer.name for layer in chain.layers])
     _refuse_shared_buffers(chain, firsts, cut.pipeline)
     layout = pipeline.layout
@@ -294,6 +303,7 @@ def make_stage(model: nn.Module, cut: Cut, mesh: Mesh, example: Any, run: Run) -
     if stage.loans:
         _refuse_loans(stage)
         stage.pipeline = cut.schedule(mesh.ranks, tuple(stage.loans))
+    stage.pipeline = replace(stage.pipeline, skips=tuple(chain.carried.route(firsts, layout.stages)))
     if world.on_accelerator or mesh.platform.imitates:
         kinds = {"neighbours": True, "wraps": layout.chunks > 1, "loans": bool(stage.loans)}
         world.message_groups.separate([kind for kind, needed in kinds.items() if needed])
@@ -343,6 +353,23 @@ def _cut(model: nn.Module, cut: Cut, chain: Chain, world: Comm, forward: Callabl
         blocks[-1] += weights[-1]
         firsts = [0, *(block + 1 for block in balance(blocks, chunks)[1:])]
     return [*firsts, len(chain.layers)]
+
+
+def _refuse_other_ways(chain: Chain, world: Comm) -> None:
+    """Refuse ranks whose examples took other ways through the model's code: their messages have other values.
+
+    Raises:
+        ModelError: on all ranks, with a value that one rank's layers hand on and another's do not.
+    """
+    first, *others = world.agree_on(chain.carried.plain(), "values between the layers")
+    for rank, theirs in enumerate(others, 1):
+        for one, other in zip_longest(first, theirs, fillvalue="nothing more"):
+            if one != other:
+                raise ModelError(
+                    f"The forwards of the example differ between ranks. From layer to layer rank 0 hands on {one}; "
+                    f"rank {rank}, {other}. Give all ranks examples of one shape, and let the model's code take the "
+                    f"same way on all of them."
+                )
 
 
 def _refuse_shared_buffers(chain: Chain, firsts: list[int], pipeline: Pipeline) -> None:

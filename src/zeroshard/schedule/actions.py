@@ -7,6 +7,7 @@ An action is written `KIND chunk [. microbatch] @ version [> or < peer]`:
     RECV_F3.2@0<2   post the receive of that forward's input from rank 2
     SEND_F3.2@0>4   send its output to rank 4, which holds chunk 4
     RECV_B3.2@0<4   post the receive of its output's gradient; SEND_B3.2@0>2 sends that of its input
+    SEND_F0.2@0>3   of four stages: send values that chunks 1 and 2 do not read to chunk 3 ([Note: skips])
     GATHER3@0       begin to gather chunk 3's units for use (ZeRO 3); FREE3@0 ends that
     REDUCE3.2@0     reduce its gradients up to microbatch 2 over the replicas, except those that the backward before it
                     has begun to reduce

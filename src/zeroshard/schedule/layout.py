@@ -104,6 +104,14 @@ class Layout:
         """The chunks of a stage, from first to last."""
         return range(stage, self.all_chunks, self.stages)
 
+    def target_of(self, chunk: int, rank: int) -> int:
+        """The chunk of `rank` to which a chunk sends its values: the first one after it ([Note: skips])."""
+        return chunk + ((self.stage_of(rank) - chunk) % self.stages or self.stages)
+
+    def source_of(self, chunk: int, rank: int) -> int:
+        """The chunk of `rank` from which a chunk gets values: the last one before it."""
+        return chunk - ((chunk - self.stage_of(rank)) % self.stages or self.stages)
+
     def rank_of(self, chunk: int, microbatch: int, place: int = 0) -> int:
         """The rank on which a microbatch meets a chunk: that in a place among those of the replica."""
         stage = chunk % self.stages

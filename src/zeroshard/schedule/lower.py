@@ -1,6 +1,6 @@
 """Lowering: pure passes that add gathers, reductions, updates and messages to a rank's compute."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from zeroshard.schedule.actions import BACKWARDS, COMPUTE, Action, Kind, Schedule
@@ -17,6 +17,20 @@ class Loan(NamedTuple):
 
     owner: int
     borrower: int
+
+
+class Skip(NamedTuple):
+    """A message that passes over chunks, from the chunk that makes or holds values to the next that reads them.
+
+    [Note: skips] A value goes from its chunk to the next one that reads it, and from there on to the next; chunks
+    between them get nothing. One rank that holds both keeps it. The target is the first chunk after the source on its
+    stage, so that the chunk and the peer of an action name the message; what a later chunk of that stage reads waits
+    there. Between two ranks all messages of one direction pass over equally many chunks, so that both ends have them
+    in one order.
+    """
+
+    source: int
+    target: int
 
 
 def with_gathers(schedule: Schedule) -> Schedule:
@@ -127,18 +141,27 @@ def with_lending(schedule: Schedule, chunk: int, borrower: int, every: int = 1) 
     return lowered
 
 
-def with_messages(schedule: Schedule, layout: Layout, rank: int, lookahead: int = LOOKAHEAD) -> Schedule:
+def with_messages(
+    schedule: Schedule, layout: Layout, rank: int, lookahead: int = LOOKAHEAD, skips: Sequence[Skip] = ()
+) -> Schedule:
     """Send every output that another rank needs right after it is made; post its receive ahead of its use.
 
     Args:
-        lookahead: compute actions by which a receive buffer is ready before its use.
+        lookahead: compute actions by which a receive buffer is ready before its use, times the number of chunks from
+            the source to the target: so much further the source is in its list.
+        skips: the messages that pass over chunks.
     """
+    for distance in sorted({target - source for source, target in skips}, reverse=True):
+        alike = [skip for skip in skips if skip.target - skip.source == distance]
+        needs = {n: _receives(a, layout, rank, alike) for n, a in enumerate(schedule) if a.kind in COMPUTE}
+        schedule = _ahead(schedule, needs, lookahead * distance)
     needs = {n: _receives(a, layout, rank) for n, a in enumerate(schedule) if a.kind in COMPUTE}
     lowered: Schedule = []
     for action in _ahead(schedule, needs, lookahead):
         lowered.append(action)
         if action.kind in COMPUTE:
             lowered += _sends(action, layout, rank)
+            lowered += _sends(action, layout, rank, skips) if skips else ()
     return lowered
 
 
@@ -155,27 +178,34 @@ def _ahead(schedule: Schedule, needs: Mapping[int, Schedule], lookahead: int) ->
     return lowered
 
 
-def _receives(action: Action, layout: Layout, rank: int) -> Schedule:
-    kind, chunk, j, version, _ = action
-    place = layout.place_of(rank)
-    assert j is not None
-    if kind is Kind.FORWARD and chunk > 0:
-        peer, kind = layout.rank_of(chunk - 1, j, place), Kind.RECEIVE_FORWARD
-    elif kind in BACKWARDS and chunk < layout.all_chunks - 1:
-        peer, kind = layout.rank_of(chunk + 1, j, place), Kind.RECEIVE_BACKWARD
-    else:
-        return []
-    return [Action(kind, chunk, j, version, peer)] if peer != rank else []
+def _receives(action: Action, layout: Layout, rank: int, skips: Sequence[Skip] | None = None) -> Schedule:
+    """The receives of a compute's inputs: that of the chunk beside it, or those of `skips`."""
+    kind, chunk, _, _, _ = action
+    if kind is Kind.FORWARD:
+        sources = [chunk - 1] if skips is None else [source for source, target in skips if target == chunk]
+        return _between(action, Kind.RECEIVE_FORWARD, sources, layout, rank)
+    if kind in BACKWARDS:
+        targets = [chunk + 1] if skips is None else [target for source, target in skips if source == chunk]
+        return _between(action, Kind.RECEIVE_BACKWARD, targets, layout, rank)
+    return []
 
 
-def _sends(action: Action, layout: Layout, rank: int) -> Schedule:
-    kind, chunk, j, version, _ = action
+def _sends(action: Action, layout: Layout, rank: int, skips: Sequence[Skip] | None = None) -> Schedule:
+    """The sends of a compute's outputs: to the chunk beside it, or those of `skips`."""
+    kind, chunk, _, _, _ = action
+    if kind is Kind.FORWARD:
+        targets = [chunk + 1] if skips is None else [target for source, target in skips if source == chunk]
+        return _between(action, Kind.SEND_FORWARD, targets, layout, rank)
+    if kind in BACKWARDS:
+        sources = [chunk - 1] if skips is None else [source for source, target in skips if target == chunk]
+        return _between(action, Kind.SEND_BACKWARD, sources, layout, rank)
+    return []
+
+
+def _between(action: Action, kind: Kind, others: Sequence[int], layout: Layout, rank: int) -> Schedule:
+    """Messages of a kind between an action's chunk and those of `others` that exist and are on other ranks."""
+    _, chunk, j, version, _ = action
     place = layout.place_of(rank)
     assert j is not None
-    if kind is Kind.FORWARD and chunk < layout.all_chunks - 1:
-        peer, kind = layout.rank_of(chunk + 1, j, place), Kind.SEND_FORWARD
-    elif kind in BACKWARDS and chunk > 0:
-        peer, kind = layout.rank_of(chunk - 1, j, place), Kind.SEND_BACKWARD
-    else:
-        return []
-    return [Action(kind, chunk, j, version, peer)] if peer != rank else []
+    peers = [layout.rank_of(other, j, place) for other in others if 0 <= other < layout.all_chunks]
+    return [Action(kind, chunk, j, version, peer) for peer in peers if peer != rank]

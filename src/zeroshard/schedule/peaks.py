@@ -61,14 +61,14 @@ def _versions(actions: Schedule) -> Iterator[int]:
 
 def _buffers(actions: Schedule) -> Iterator[int]:
     """The number of open receives after each action."""
-    opened: set[tuple[bool, int, int | None]] = set()
+    opened = Counter[tuple[bool, int, int | None]]()
     for action in actions:
         key = action.kind is Kind.FORWARD or action.kind is Kind.RECEIVE_FORWARD, action.chunk, action.microbatch
         if action.kind is Kind.RECEIVE_FORWARD or action.kind is Kind.RECEIVE_BACKWARD:
-            opened.add(key)
+            opened[key] += 1
         elif action.kind is Kind.FORWARD or action.kind in BACKWARDS:
-            opened.discard(key)
-        yield len(opened)
+            del opened[key]
+        yield opened.total()
 
 
 ALIKE = 3  # microbatches after which each further one costs the same

@@ -13,7 +13,7 @@ from zeroshard.errors import PlanError
 from zeroshard.schedule import lower
 from zeroshard.schedule.actions import Action, Kind, Schedule
 from zeroshard.schedule.layout import Layout
-from zeroshard.schedule.lower import Loan
+from zeroshard.schedule.lower import Loan, Skip
 from zeroshard.schedule.orders import FLUSHING, STREAMING, check, one_f_one_b_part, one_f_one_b_rest, warm_up
 
 
@@ -34,6 +34,7 @@ class PipelineSchedule:
         reduce_each: reduce gradients after every microbatch.
         loans: weights that two chunks share.
         gathers: gather the chunks for use (ZeRO 3).
+        skips: messages that pass over chunks ([Note: skips]).
 
     Raises:
         PlanError: settings that do not fit together.
@@ -46,6 +47,7 @@ class PipelineSchedule:
     reduce_each: bool = False
     loans: tuple[Loan, ...] = field(default=())
     gathers: bool = False
+    skips: tuple[Skip, ...] = field(default=())
 
     def __post_init__(self) -> None:
         check(self.name, self.layout, self.microbatches)
@@ -133,7 +135,7 @@ class PipelineSchedule:
         local_actions = [
             a for a in actions if a.kind is not Kind.FORWARD or layout.rank_of(a.chunk, microbatch, place) == rank
         ]
-        return lower.with_messages(local_actions, layout, rank)
+        return lower.with_messages(local_actions, layout, rank, self._lookahead, self.skips)
 
     def peers(self, loan: Loan, rank: int) -> list[int]:
         """The ranks to which `rank` lends, or from which it borrows, the weights of a loan.
@@ -197,7 +199,7 @@ class PipelineSchedule:
                     actions = lower.with_borrowing(actions, loan.borrower, peer, wanted, posted, made)
                 else:
                     actions = lower.with_lending(actions, loan.owner, peer, every)
-        return lower.with_messages(self._numbered(actions, rank), layout, rank, self._lookahead)
+        return lower.with_messages(self._numbered(actions, rank), layout, rank, self._lookahead, self.skips)
 
     def _numbered(self, actions: Schedule, rank: int) -> Schedule:
         replicas, own = self.layout.replicas[self.layout.stage_of(rank)], self.layout.replica_of(rank)

@@ -73,7 +73,7 @@ class ChunkState:
     forwards: dict[int | None, int] = field(default_factory=dict)
     backwards: dict[int | None, int] = field(default_factory=dict)
     halves: dict[int | None, int] = field(default_factory=dict)  # input gradients without their weight gradients so far
-    sent: set[tuple[Kind, int | None]] = field(default_factory=set)
+    sent: set[tuple[Kind, int | None, int | None]] = field(default_factory=set)
     unreduced: dict[int | None, int] = field(default_factory=dict)
     newest: int | None = None  # the last microbatch whose gradients are complete
     reductions: list[int] = field(default_factory=list)  # microbatches in each reduction since the last update
@@ -142,15 +142,15 @@ class ChunkState:
         return None
 
     def _send(self, action: Action) -> Rule:
-        kind, _, j, version, _ = action
+        kind, _, j, version, peer = action
         made = self.forwards if kind is Kind.SEND_FORWARD else self.backwards
         if j not in made:
             return "sends a tensor that was not made before"
         if version != made[j]:
             return f"sends a tensor that was made with another version (@{made[j]})"
-        if (kind, j) in self.sent:
+        if (kind, j, peer) in self.sent:
             return "repeats a send"
-        self.sent.add((kind, j))
+        self.sent.add((kind, j, peer))
         return None
 
     def _gather(self, action: Action) -> Rule:
@@ -247,9 +247,9 @@ class ScheduleState:
 
     last: int
     chunks: dict[int, ChunkState] = field(default_factory=lambda: defaultdict(ChunkState))
-    posts: dict[tuple[Kind, int, int | None], int] = field(default_factory=dict)  # places of unused receives
+    posts: dict[tuple[Kind, int, int | None], list[int]] = field(default_factory=dict)  # places of unused receives
     channels: dict[tuple[Kind, int | None], deque[int]] = field(default_factory=lambda: defaultdict(deque))
-    inputs: dict[int, int] = field(default_factory=dict)  # place of a compute: place of the receive of its input
+    inputs: dict[int, list[int]] = field(default_factory=dict)  # place of a compute: places of its inputs' receives
     collectives: list[tuple[int, str]] = field(default_factory=list)  # (place, text)
 
     @classmethod
@@ -263,7 +263,7 @@ class ScheduleState:
             rule = _form(action, rank, ranks) or state._follow(place, action, schedule)
             if rule:
                 raise refusal(rank, place, action, rule)
-        for place in state.posts.values():
+        for place, *_ in state.posts.values():
             raise refusal(rank, place, schedule[place], "is a receive that no compute uses")
         for number, chunk in state.chunks.items():
             rule = chunk.end()
@@ -279,9 +279,9 @@ class ScheduleState:
                 return rule
         elif kind is Kind.RECEIVE_FORWARD or kind is Kind.RECEIVE_BACKWARD:
             key = kind, action.chunk, action.microbatch
-            if key in self.posts:
+            if any(schedule[other].peer == action.peer for other in self.posts.setdefault(key, [])):
                 return "repeats a receive"
-            self.posts[key] = place
+            self.posts[key].append(place)
             self.channels[kind, action.peer].append(place)
         chunk = self.chunks[action.chunk]
         if kind in COLLECTIVES:
@@ -297,17 +297,17 @@ class ScheduleState:
             receive, before = Kind.RECEIVE_BACKWARD, number + 1
         else:
             return None
-        post = self.posts.pop((receive, number, j), None)
-        if post is None:
+        self.inputs[place] = self.posts.pop((receive, number, j), [])
+        if not self.inputs[place]:
             chunk = self.chunks[before]
             made = chunk.forwards if kind is Kind.FORWARD else chunk.backwards
             return None if j in made else f"has no input: neither a {receive} nor chunk {before} comes before it"
-        if schedule[post].version != version:
-            return f"uses another version than {schedule[post]} before it says"
-        first = self.channels[receive, schedule[post].peer].popleft()
-        if first != post:
-            return f"takes in {schedule[post]} before {schedule[first]}, which was to come first on that channel"
-        self.inputs[place] = post
+        for post in self.inputs[place]:
+            if schedule[post].version != version:
+                return f"uses another version than {schedule[post]} before it says"
+            first = self.channels[receive, schedule[post].peer].popleft()
+            if first != post:
+                return f"takes in {schedule[post]} before {schedule[first]}, which was to come first on that channel"
         return None
 
 

@@ -5,7 +5,7 @@ The lists are those that are executed. Times are in seconds; whole numbers and f
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from statistics import median
@@ -14,11 +14,13 @@ from typing import Any
 from zeroshard.errors import PlanError
 from zeroshard.schedule.actions import Action, Kind, Schedule
 from zeroshard.schedule.layout import Layout
+from zeroshard.schedule.lower import Skip
 from zeroshard.schedule.pipeline import PipelineSchedule
 
 F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT  # noqa: E741
 SEND_F, SEND_B = Kind.SEND_FORWARD, Kind.SEND_BACKWARD
 RECEIVE_F, RECEIVE_B = Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD
+MESSAGES = frozenset((SEND_F, SEND_B, RECEIVE_F, RECEIVE_B))
 Span = tuple[Action, float, float]
 PER_CHUNK = "forward backward input_gradient weight_gradient update reduce boundary_bytes saved_bytes parameter_bytes"
 
@@ -35,6 +37,7 @@ class Costs:
         update: seconds of one update; 0 by default.
         reduce: seconds of one reduction over the replicas, once all of them are there; 0 by default.
         boundary_bytes: of the chunk's output, and of its gradient; 0 by default.
+        skip_bytes: of every message that passes over chunks ([Note: skips]).
         saved_bytes: that its forward saves for its backward; 0 by default.
         parameter_bytes: of one version of its weights; 0 by default.
         loan_bytes: of the weights that two chunks share.
@@ -54,6 +57,7 @@ class Costs:
     update: tuple[float, ...] = ()
     reduce: tuple[float, ...] = ()
     boundary_bytes: tuple[int, ...] = ()
+    skip_bytes: Mapping[Skip, int] = field(default_factory=dict)
     saved_bytes: tuple[int, ...] = ()
     parameter_bytes: tuple[int, ...] = ()
     loan_bytes: int = 0
@@ -250,6 +254,8 @@ class _Run:
             action = actions[at]
             kind, chunk, number, _, peer = action
             key = 2 * chunks * (number or 0) + chunk  # identifies a forward's input; `chunks` more, a backward's
+            if kind in MESSAGES and costs.skip_bytes and self._skips(rank, action, now):
+                continue
             if kind is RECEIVE_F or kind is RECEIVE_B:
                 continue
             if kind is SEND_F:
@@ -260,11 +266,15 @@ class _Run:
                 continue
             if kind is F:
                 seconds, waits, onward = forward[chunk], chunk > 0, key + 1 if chunk < last else None
-                settled = self._settle(rank, (chunk, number), now) if self.pending else now
+                settled = self._settle(rank, (F, chunk, number), now) if self.pending else now
                 if settled is None:
                     break
                 now = settled
             elif kind is B or kind is I:
+                settled = self._settle(rank, (B, chunk, number), now) if self.pending else now
+                if settled is None:
+                    break
+                now = settled
                 seconds, waits = (backward if kind is B else costs.input_gradient)[chunk], chunk < last
                 key += chunks
                 onward = key - 1 if chunk > 0 else None
@@ -292,6 +302,22 @@ class _Run:
             at = len(actions)
         self.at[rank], self.clock[rank] = at, now
 
+    def _skips(self, rank: int, action: Action, now: float) -> bool:
+        """Whether a message passes over chunks; if so, send it, or note that its compute waits for it."""
+        kind, chunk, number, _, peer = action
+        assert peer is not None
+        further = kind is SEND_F or kind is RECEIVE_B
+        other = self.layout.target_of(chunk, peer) if further else self.layout.source_of(chunk, peer)
+        if abs(other - chunk) == 1:
+            return False
+        skip, compute = Skip(min(chunk, other), max(chunk, other)), F if kind in (SEND_F, RECEIVE_F) else B
+        key = compute, skip, number
+        if kind is SEND_F or kind is SEND_B:
+            self._send(key, (rank, peer, compute), now, self.costs.travel(self.costs.skip_bytes[skip]))
+        else:
+            self.pending.setdefault((rank, (compute, chunk, number)), []).append(key)
+        return True
+
     def _send(self, key: Hashable, channel: Hashable, now: float, travel: float) -> None:
         if travel:
             free = self.channels.get(channel, now)
@@ -317,7 +343,7 @@ class _Run:
             loan = self.costs.travel(self.costs.loan_bytes)
             self._send(self._next("out", kind, rank, peer), (kind, rank, peer), now, loan)
         elif kind is Kind.BORROW:
-            self.pending.setdefault((rank, (chunk, number)), []).append(self._next("in", Kind.LEND, peer, rank))
+            self.pending.setdefault((rank, (F, chunk, number)), []).append(self._next("in", Kind.LEND, peer, rank))
         elif kind is Kind.COLLECT:
             if (rank, kind) not in self.pending:
                 self.pending[rank, kind] = [self._next("in", Kind.REPAY, peer, rank)]
@@ -396,7 +422,7 @@ def costs_of(spans: Sequence[Sequence[Span]], pipeline: PipelineSchedule) -> Cos
         values = tuple(seconds.get((kind, c), 0.0) for c in range(pipeline.layout.all_chunks))
         if any(values) or name in ("forward", "backward"):
             given[name] = values
-    return Costs(**given)
+    return Costs(**given, skip_bytes=dict.fromkeys(pipeline.skips, 0))
 
 
 def medians(spans: Sequence[Sequence[Span]]) -> dict[tuple[Kind, int], float]:

@@ -5,7 +5,7 @@ are walked at once under sends that block (`_Walk`). The time is linear in the n
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -46,21 +46,6 @@ class _Holder(NamedTuple):
 
 
 _Content = tuple[int | None, int | None]
-
-
-def _content(action: Action) -> _Content:
-    """The chunk and microbatch of a message at its receiver, or the version of lent weights."""
-    kind, chunk, j, version, _ = action
-    match kind:
-        case Kind.SEND_FORWARD:
-            return chunk + 1, j
-        case Kind.SEND_BACKWARD:
-            return chunk - 1, j
-        case Kind.LEND | Kind.BORROW:
-            return None, version
-        case Kind.REPAY | Kind.COLLECT:  # the ranks' own rules tie it to one update; microbatches may differ
-            return None, None
-    return chunk, j
 
 
 class _CrossChecks:
@@ -128,7 +113,7 @@ class _CrossChecks:
                 elif action.kind in RECEIVES and action.peer is not None:
                     channels[action.peer, rank, SEND_OF[action.kind]][1].append(_Place(rank, number))
         for sends, receives in channels.values():
-            out, into = ([_content(self.action(place)) for place in places] for places in (sends, receives))
+            out, into = ([self._content(place) for place in places] for places in (sends, receives))
             if out != into:
                 raise self._mismatch(sends, receives, out, into)
             for send, receive in zip(sends, receives, strict=True):
@@ -164,6 +149,25 @@ class _CrossChecks:
         first = next(n for n, content in enumerate(out) if content != into[n])
         rule = f"comes where rank {receives[first].rank} takes in {self.action(receives[first])} first"
         return self.refusal(sends[first], rule)
+
+    def _content(self, place: _Place) -> _Content:
+        """The chunk and microbatch of a message at its receiver, or the version of lent weights."""
+        kind, chunk, j, version, peer = self.action(place)
+        match kind:
+            case Kind.SEND_FORWARD:
+                return min((c for c in self.chunks_of(peer, j) if c > chunk), default=chunk + 1), j
+            case Kind.SEND_BACKWARD:
+                return max((c for c in self.chunks_of(peer, j) if c < chunk), default=chunk - 1), j
+            case Kind.LEND | Kind.BORROW:
+                return None, version
+            case Kind.REPAY | Kind.COLLECT:  # the ranks' own rules tie it to one update; microbatches may differ
+                return None, None
+        return chunk, j
+
+    def chunks_of(self, rank: int | None, j: int | None) -> Iterator[int]:
+        """The chunks that a microbatch passes on a rank."""
+        chunks = self.ranks[rank].chunks if rank is not None else {}
+        return (number for number, chunk in chunks.items() if j in chunk.forwards)
 
     def refusal(self, place: _Place, rule: str) -> PlanError:
         """The error for the action at `place`."""
@@ -236,8 +240,13 @@ class _Walk:
     def _inputs(self, place: _Place, borrowed: Mapping[tuple[int, _Holder], int]) -> tuple[int, ...]:
         """The events that a compute waits for: the sends of its input and of the weights that it borrows."""
         action, ranks = self._lists[place.rank][place.number], self._checks.ranks
-        post = ranks[place.rank].inputs.get(place.number)
-        needs = [] if post is None else [2 * self._ends[place.rank][post] + 1]
+        posts = ranks[place.rank].inputs.get(place.number, ())
+        needs = [2 * self._ends[place.rank][post] + 1 for post in posts]
+        beside = action.chunk - 1 if action.kind is Kind.FORWARD else action.chunk + 1
+        sources = [self._checks.holder(self._checks.messages[event // 2][0]).chunk for event in needs]
+        if sources and beside not in (*sources, *self._checks.chunks_of(place.rank, action.microbatch)):
+            rule = f"has no input of chunk {beside}, only of {names(sources)}"
+            raise self._checks.refusal(place, rule)
         if action.kind is Kind.FORWARD:
             for owner in self._checks.loans.get(_Holder(place.rank, action.chunk), ()):
                 message = borrowed.get((action.chunk, owner))

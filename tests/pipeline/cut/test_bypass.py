@@ -232,7 +232,7 @@ def pass_on(model: nn.Module) -> None:
     chain.crossing.refuse_asides([2], [layer.name for layer in chain.layers])
     bypass, expected = Bypass(), Bypass()
     hidden = chain.run(0, 2, lambda: model(*ones(3)), bypass=bypass)
-    chain.boundary(2, lambda: model(*ones(1)), expected)
+    chain.run_standing_in(2, 2, lambda: model(*ones(1)), expected)
     SentValues.of(chain.crossing.at(2), expected.known).pack(bypass.known, hidden.device)
     chain.run(2, 4, lambda: model(*ones(3)), hidden.detach())
 

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,9 @@ from torch.nn import functional as F
 
 import zeroshard as zs
 from zeroshard.errors import ModelError
+from zeroshard.pipeline.cut.carried import Carried
 from zeroshard.pipeline.cut.chain import Chain
+from zeroshard.pipeline.cut.origins import ReturnedValue
 
 
 def tokens(rows: int) -> tuple[Tensor, int]:
@@ -484,6 +487,44 @@ def test_stages_train_as_in_one_process(pool: Pool, setting: str) -> None:
         model.load_state_dict(wanted.weights)
         expected = without_dropout(model)(*data_of(name, 7, 2)).item()
         assert [each[name][2] for each in answers] == pytest.approx([expected] * 2, rel=1e-5)
+
+
+@pytest.mark.parametrize("stages, chunks", [(2, 4), (3, 3), (3, 6), (4, 8)])
+def test_each_stage_gets_a_value_once(stages: int, chunks: int) -> None:
+    """Of every set of readers: each has the value from a chunk that has it, over as few messages as can be."""
+    key = ReturnedValue("block", 0, 0)
+    for own in range(chunks):
+        for readers in (r for n in range(1, 5) for r in itertools.combinations(range(own + 1, chunks), n)):
+            carried = Carried({key: (own, readers)}, needed=True)
+            far = carried.route(range(chunks + 1), stages)
+            hops = {
+                (source, target) for target, sources in carried.into.items() for source in sources if sources[source]
+            }
+            if not carried.into:  # it goes to the next chunks alone
+                assert readers == tuple(range(own + 1, own + 1 + len(readers)))
+                continue
+            holds = {own}
+            for source, target in sorted(hops, key=lambda hop: hop[1]):
+                assert source in holds and target not in holds
+                holds.add(target)
+            assert holds >= {*readers}
+            sent = [(a, b) for a, b in hops if (b - a) % stages]
+            assert len(sent) == len({reader % stages for reader in readers} - {own % stages})
+            assert all(b - a < stages for a, b in sent)
+            assert far == sorted(hop for hop in sent if hop[1] > hop[0] + 1)
+
+
+@pytest.mark.parametrize("ranks, setting", [(4, "1f1b"), (3, "interleaved"), (3, "gpipe"), (4, "zb-h1"), (3, "naive")])
+def test_values_pass_over_stages(pool: Pool, ranks: int, setting: str) -> None:
+    """Losses, weights and evaluations where values go from a stage to a distant one; three stages of two chunks too."""
+    names = [
+        name for name in ("u-net", "far", "sometimes", "supervised") if setting != "interleaved" or name == "u-net"
+    ]
+    names = [name for name in names if ranks < 4 or name in ("u-net", "sometimes")]
+    more = {"microbatches": 3} if setting == "interleaved" else {}
+    answers = pool.run(all_models, ranks, SETTINGS[setting] | more, names)
+    for name in names:
+        follows_plain_loop([each[name][:2] for each in answers], plainly(name))
 
 
 class Outside(nn.Module):

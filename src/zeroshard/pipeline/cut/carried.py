@@ -6,14 +6,17 @@ after it. A value is what a module returned, or the result of one function of th
 calls of a module, or calls of a function after so many blocks, which is the same on all stages, since each runs that
 code. A stage concatenates the values in the order in which they were made, and the next one cuts the message apart in
 the same order, where its own forward makes placeholders of the same shapes. Autograd splits and sums the gradients.
+Once the chain is cut, a value goes from its chunk to the next that reads it, and on from there ([Note: skips]): a
+chunk's input is the messages of its sources one after the other, and its output those to its targets.
 
 The idea of values that bypass layers is torchgpipe's (2004.09910, section 3.2.2: skip connections); here the model
 needs no change.
 """
 
 import weakref
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,6 +31,7 @@ from zeroshard.errors import BatchError
 from zeroshard.pipeline.cut.layers import Layer
 from zeroshard.pipeline.cut.origins import ReturnedValue
 from zeroshard.pipeline.cut.placeholders import stand_in_for
+from zeroshard.schedule.lower import Skip
 
 WRITTEN, UNDER = -1, -2  # the leaf of a function that wrote into its first argument, and of what that is a view of
 
@@ -37,22 +41,69 @@ class Carried:
     """The learned values of a chain that cross boundaries.
 
     Attributes:
-        reach: by key, the layer that makes a value and the last layer that reads it.
+        reach: by key, the layer that makes a value and the layers that read it, in order.
         written: keys of values that are overwritten later.
         same: the first key of a value that one call returns several times, by the others, which are not sent.
         needed: whether some boundary has other values than the activation.
+        into: by the first layer of a chunk, the keys of its messages by the chunk that sends them, if some pass over
+            chunks.
+        out: by the layer after a chunk, the keys of its messages by the chunk that gets them, likewise.
     """
 
-    reach: dict[ReturnedValue, tuple[int, int]] = field(default_factory=dict)
+    reach: dict[ReturnedValue, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
     written: set[ReturnedValue] = field(default_factory=set)
     same: dict[ReturnedValue, ReturnedValue] = field(default_factory=dict)
     needed: bool = False
+    into: dict[int, dict[int, set[ReturnedValue]]] = field(default_factory=dict)
+    out: dict[int, dict[int, set[ReturnedValue]]] = field(default_factory=dict)
 
     def at(self, boundary: int) -> set[ReturnedValue]:
         """The keys of the values that cross before a layer; empty if the activation is all."""
         if not self.needed:
             return set()
-        return {key for key, (made, last) in self.reach.items() if made < boundary <= last}
+        return {key for key, (made, reads) in self.reach.items() if made < boundary <= reads[-1]}
+
+    def plain(self) -> list[str]:
+        """The values as text, for the agreement of ranks."""
+        return [
+            f"result {key.leaf} of call {key.call} of {key.path!r}, from layer {made} to {', '.join(map(str, reads))}"
+            for key, (made, reads) in (self.reach if self.needed else {}).items()
+        ]
+
+    def read(self, key: ReturnedValue, layers: Iterable[int]) -> None:
+        """Note that more layers read a value."""
+        made, reads = self.reach[key]
+        self.reach[key] = made, tuple(sorted({*reads, *layers}))
+
+    def keep(self, groups: Iterable[Sequence[tuple[ReturnedValue, int, int]]], end: int) -> None:
+        """Bring values that are read without their gradient too to every layer up to the last that does so.
+
+        Args:
+            groups: of a `bypass.Crossing`.
+            end: the number of the last layer.
+        """
+        for key, made, last in (source for group in groups for source in group):
+            if key in self.reach:
+                self.read(key, range(made + 1, (end if last < 0 else last) + 1))
+
+    def route(self, firsts: Sequence[int], stages: int) -> list[Skip]:
+        """Choose the messages of each value; returns those that pass over chunks from stage to stage.
+
+        Args:
+            firsts: the first layer of every chunk, and one past the last layer.
+        """
+        hops: dict[Skip, set[ReturnedValue]] = {}
+        for key, (made, reads) in self.reach.items() if self.needed else ():
+            own, *readers = dict.fromkeys(bisect_right(firsts, layer) - 1 for layer in (made, *reads))
+            for hop in _hops(own, readers, stages):
+                hops.setdefault(hop, set()).add(key)
+        far = [hop for hop in hops if hop.target > hop.source + 1]
+        if far:
+            for source, target in sorted({*hops, *map(Skip, range(len(firsts) - 2), range(1, len(firsts) - 1))}):
+                keys = hops.get(Skip(source, target), set())
+                self.into.setdefault(firsts[target], {})[source] = keys
+                self.out.setdefault(firsts[source + 1], {})[target] = keys
+        return sorted(hop for hop in far if (hop.target - hop.source) % stages)
 
 
 class _FrameFunctions(TorchFunctionMode):
@@ -130,7 +181,7 @@ class LearnedValues(_FrameFunctions):
 
     Attributes:
         layer_of: by key, the layer that makes a value.
-        last_read: by key, the last layer that reads it, except as the activation that enters a block.
+        reads: by key, the layers that read it, except as the activation that enters a block.
         nodes: by key, its node in autograd's graph.
         entered: by the number of a layer, the keys of its activation.
         written: keys of values that were overwritten.
@@ -144,7 +195,7 @@ class LearnedValues(_FrameFunctions):
         super().__init__()
         self._device, self._shown = device, dict[int, Tensor]()
         self.layer_of: dict[ReturnedValue, int] = {}
-        self.last_read: dict[ReturnedValue, int] = {}
+        self.reads: dict[ReturnedValue, set[int]] = {}
         self.nodes: dict[ReturnedValue, Any] = {}
         self.entered: dict[int, list[ReturnedValue]] = {}
         self.written: set[ReturnedValue] = set()
@@ -213,7 +264,7 @@ class LearnedValues(_FrameFunctions):
                 if not keys:
                     self.unknown.setdefault(self.phase, tuple(leaf.shape))
                 for key in keys:
-                    self.last_read[key] = max(self.phase, self.last_read.get(key, 0))
+                    self.reads.setdefault(key, set()).add(self.phase)
 
     def keys(self, leaf: Tensor) -> list[ReturnedValue]:
         """The keys of a value; empty if it has none, or was overwritten under another name."""
@@ -240,15 +291,20 @@ class LearnedValues(_FrameFunctions):
             suffix: the number of the last layer.
             by_key: whether activations are found by key in any case, as where a block runs several times.
         """
-        last = dict(self.last_read)
+        reads = {key: set(layers) for key, layers in self.reads.items()}
         at_end = self.entered.get(suffix, [])
         needed = by_key or any(
-            self.layer_of[key] < layer and not (key in at_end and self.layer_of[key] == suffix - 1)
-            for key, layer in last.items()
+            self.layer_of[key] < max(layers) and not (key in at_end and self.layer_of[key] == suffix - 1)
+            for key, layers in reads.items()
         )
         for layer, keys in self.entered.items():
-            last |= {key: max(layer, last.get(key, 0)) for key in keys}
-        reach = {key: (made, last[key]) for key, made in self.layer_of.items() if made < last.get(key, -1)}
+            for key in keys:
+                reads.setdefault(key, set()).add(layer)
+        later = {
+            key: tuple(sorted(layer for layer in reads.get(key, ()) if layer > made))
+            for key, made in self.layer_of.items()
+        }
+        reach = {key: (self.layer_of[key], layers) for key, layers in later.items() if layers}
         return Carried(reach, self.written, self.same, needed)
 
 
@@ -257,19 +313,28 @@ class Passing(_FrameFunctions):
 
     Args:
         carried: of the chain.
-        first: the first layer that runs; the message that enters it, or None for placeholders alone.
-        last: the layer before which the forward is left.
+        first: the first layer that runs.
+        hidden: the messages that enter it, one after the other; None for placeholders alone.
+        pieces: their elements, where there are several.
+        last: the layer before which the forward is left; `first` for the placeholders of all values that cross there.
 
     Attributes:
-        received: values of the message by key.
+        received: values of the messages by key.
     """
 
-    def __init__(self, carried: Carried, first: int, message: Tensor | None, last: int) -> None:
+    def __init__(
+        self, carried: Carried, first: int, hidden: Tensor | None, last: int, pieces: Sequence[int] = ()
+    ) -> None:
         super().__init__()
-        self._carried, self._first, self._last, self._message = carried, first, last, message
-        self._in, self._out = carried.at(first) if message is not None else set(), carried.at(last)
+        self._carried, self._first, self._last = carried, first, last
+        self._messages = () if hidden is None else hidden.split(pieces) if pieces else (hidden,)
+        into = (carried.into.get(first) or {0: carried.at(first)}) if hidden is not None else {}
+        out = (carried.out.get(last) if last > first else None) or {0: carried.at(last)}
+        self._message_of = {key: number for number, keys in enumerate(into.values()) for key in keys}
+        self._sent = [*out.values()]
+        self._out = set().union(*self._sent)
         self._made: dict[ReturnedValue, Tensor] = {}
-        self._start = 0
+        self._starts = [0 for _ in self._messages]
         self.received: dict[ReturnedValue, Tensor] = {}
 
     def made(self, key: ReturnedValue, leaf: Any) -> Any:
@@ -282,14 +347,16 @@ class Passing(_FrameFunctions):
             )
         if first in self.received:
             return self.received[first]
-        if key in self._in and isinstance(leaf, Tensor):
+        if key in self._message_of and isinstance(leaf, Tensor):
             leaf = self.received[key] = self._cut(key, leaf)
         if key in self._out and isinstance(leaf, Tensor):
             self._made[key] = leaf
         return leaf
 
-    def message(self, layers: Sequence[Layer]) -> Tensor:
-        """The packed values [N] that enter the last layer, in the widest of their dtypes.
+    def leave(self, layers: Sequence[Layer]) -> Any:
+        """The packed values [N] that leave, those of one target after the other, in the widest of their dtypes.
+
+        Without layers to run, the placeholders by key.
 
         Raises:
             BatchError: a value of the example was not made.
@@ -301,36 +368,63 @@ class Passing(_FrameFunctions):
                 f"example, which was not made for this microbatch. Give every microbatch the way of the example "
                 f"through the model's code, or use pipeline_parallel=1."
             )
-        values = list(self._made.values())
-        if not values:
-            return torch.empty(0)
-        dtype = values[0].dtype
-        for value in values:
-            dtype = torch.promote_types(dtype, value.dtype)
-        return torch.cat([value.to(dtype).reshape(-1) for value in values])
+        if self._first == self._last:
+            return self._made
+        return packed([value for keys in self._sent for key, value in self._made.items() if key in keys])
 
     def check(self, layers: Sequence[Layer]) -> None:
-        """Refuse a message that was not used up by the placeholders before the first layer.
+        """Refuse messages that were not used up by the placeholders before the first layer.
 
         Raises:
             BatchError: with both numbers of elements.
         """
-        if self._message is not None and self._start != self._message.numel():
+        arrived = [message.numel() for message in self._messages]
+        if arrived != self._starts:
             raise BatchError(
-                f"{self._message.numel():,} elements enter {layers[self._first].name!r} from the stage before, and "
-                f"this stage expects {self._start:,}; the shapes of values between blocks must follow from the shapes "
-                f"of the microbatch, and the model's code must take the way of the example."
+                f"{sum(arrived):,} elements enter {layers[self._first].name!r} from the stages before, and "
+                f"this stage expects {sum(self._starts):,}; the shapes of values between blocks must follow from the "
+                f"shapes of the microbatch, and the model's code must take the way of the example."
             )
 
     def _cut(self, key: ReturnedValue, leaf: Tensor) -> Tensor:
-        assert self._message is not None
-        piece = self._message[self._start : self._start + leaf.numel()]
-        self._start += leaf.numel()
+        number = self._message_of[key]
+        start = self._starts[number]
+        piece = self._messages[number][start : start + leaf.numel()]
+        self._starts[number] += leaf.numel()
         if piece.numel() != leaf.numel():
-            self._start = self._message.numel() + 1  # refused at the first layer
-            return leaf
+            return leaf  # refused at the first layer
         piece = piece.view(leaf.shape).to(leaf.dtype)
         return piece.clone() if key in self._carried.written else piece
+
+
+def packed(values: Sequence[Tensor]) -> Tensor:
+    """The values [N] one after the other, in the widest of their dtypes."""
+    if not values:
+        return torch.empty(0)
+    _, dtype = packed_shape(values)
+    return torch.cat([value.to(dtype).reshape(-1) for value in values])
+
+
+def packed_shape(values: Sequence[Tensor]) -> tuple[tuple[int, ...], torch.dtype]:
+    """The shape and dtype of `packed`."""
+    dtype = values[0].dtype if values else torch.get_default_dtype()
+    for value in values:
+        dtype = torch.promote_types(dtype, value.dtype)
+    return (sum(value.numel() for value in values),), dtype
+
+
+def _hops(own: int, readers: Iterable[int], stages: int) -> Iterator[Skip]:
+    """The messages of a value of chunk `own` to the chunks that read it, in order ([Note: skips])."""
+    holders = [own]
+    for reader in readers:
+        here = next((chunk for chunk in reversed(holders) if (reader - chunk) % stages == 0), None)
+        if here is None:
+            here = holders[-1] + (reader - holders[-1]) % stages
+            yield Skip(holders[-1], here)
+            holders.append(here)
+        if here != reader:
+            yield Skip(here, reader)
+            holders.append(reader)
 
 
 def _forget(address: int, keys: dict[int, Any], marked: set[int], reference: Any) -> None:

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_map
 
 from zeroshard.errors import ModelError
 from zeroshard.pipeline.cut.bypass import Bypass, Crossing
-from zeroshard.pipeline.cut.carried import Carried, Passing
+from zeroshard.pipeline.cut.carried import Carried, Passing, packed
 from zeroshard.pipeline.cut.check import GraphCheck, hint_of
 from zeroshard.pipeline.cut.gates import Gate, activation_at, with_activation
 from zeroshard.pipeline.cut.layers import (
@@ -160,11 +160,13 @@ class Chain:
         hidden: Tensor | None = None,
         entered: Entered | None = None,
         bypass: Bypass | None = None,
+        pieces: Sequence[int] = (),
     ) -> Any:
         """Run layers [first, last) of the model that `forward` calls, to the input of layer `last` or to the output.
 
         Args:
             hidden: the input of layer `first`; None at the start of the model.
+            pieces: its elements from each source, where there are several.
             entered: called with the input of each of these layers but the first.
             bypass: values of earlier layers that these read; values of these layers are added.
         """
@@ -173,7 +175,7 @@ class Chain:
         bypass = bypass or (Bypass() if self.crossing.groups or self.carried.needed else None)
         passage = self._passage = _Passage(first, last, hidden, entered, bypass)
         if self.carried.needed:
-            passage.passing = Passing(self.carried, first, hidden, last)
+            passage.passing = Passing(self.carried, first, hidden, last, pieces)
             passage.hidden = None
         try:
             on_device = self.placeholders.on_device(self.model, self._device)
@@ -181,7 +183,7 @@ class Chain:
             with self._before_hooks(first, last), stand_in(self.frames, is_absent), on_device, around:
                 output = forward()
         except _Left as left:
-            return left.hidden
+            return left.args[0]
         finally:
             self._passage = None
         if passage.phase < min(last, self.blocks + 1):
@@ -196,17 +198,16 @@ class Chain:
         carried = self.carried.at(layer)
         return [group for group in self.crossing.at(layer) if not carried.issuperset(group)]
 
-    def boundary(self, layer: int, forward: Callable[[], Any], bypass: Bypass | None = None) -> Tensor:
-        """A placeholder (shape and dtype) of a layer's input for the microbatch of `forward`.
-
-        Args:
-            bypass: gets placeholders for the values beside it.
-        """
-        hidden: Tensor = self.run_standing_in(layer, layer, forward, bypass)
-        return hidden
+    def boundary(self, layer: int, forward: Callable[[], Any]) -> Tensor:
+        """A placeholder (shape and dtype) of a layer's input for the microbatch of `forward`."""
+        found = self.run_standing_in(layer, layer, forward)
+        return found if isinstance(found, Tensor) else packed([*found.values()])
 
     def run_standing_in(self, first: int, last: int, forward: Callable[[], Any], bypass: Bypass | None = None) -> Any:
-        """As `run`, for the shapes of the outputs only: buffers and random numbers stay unchanged."""
+        """As `run`, for the shapes of the outputs only: buffers and random numbers stay unchanged.
+
+        Of no layers, the placeholder of the activation that enters them, or those of the values, by key.
+        """
         with torch.no_grad(), unchanged(self.model), without_values():
             return self.run(first, last, forward, bypass=bypass)
 
@@ -260,9 +261,9 @@ class Chain:
             raise _Left(self._leaving(passage, output, gate.returns, gate))
         return self._entering(passage, output, gate.returns, gate)
 
-    def _leaving(self, passage: _Passage, tree: Any, place: int, gate: Gate) -> Tensor:
+    def _leaving(self, passage: _Passage, tree: Any, place: int, gate: Gate) -> Any:
         """The input of the first layer that does not run."""
-        return activation_at(tree, place, gate) if passage.passing is None else passage.passing.message(self.layers)
+        return activation_at(tree, place, gate) if passage.passing is None else passage.passing.leave(self.layers)
 
     def _entering(self, passage: _Passage, tree: Any, place: int, gate: Gate) -> Any:
         """The arguments of a block, or the last block's output for the code after the blocks."""
@@ -423,6 +424,7 @@ class Chain:
             self.carried.written |= {key for key in self.carried.reach if key.path in overwritten}
             self.carried.written.update(*(probe.learned.entered.get(layer, ()) for layer in self._overwritten))
             GraphCheck(layers, probe, names, free, hint_of(self.model)).run(output, self.carried)
+            self.carried.keep(self.crossing.groups, len(layers) - 1)
         self._gate_inner(probe)
         for site in probe.uses.changed:
             module = site[0]
@@ -493,8 +495,4 @@ class Chain:
 
 
 class _Left(Exception):
-    """Leaves the model's forward with the input of the first layer that is not run."""
-
-    def __init__(self, hidden: Tensor) -> None:
-        super().__init__("the rest of the model is on other ranks")
-        self.hidden = hidden
+    """Leaves the model's forward; its argument is the input of the first layer that is not run."""

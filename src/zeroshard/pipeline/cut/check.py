@@ -52,17 +52,22 @@ class GraphCheck:
             else:
                 starts = marks[layer.number : layer.number + 1]
                 entrances = marks[layer.number - 1 : layer.number] if layer.number else ()
-            self._check(layer, starts + (ends if layer is self.layers[-1] else []), entrances)
+            met = self._check(layer, starts + (ends if layer is self.layers[-1] else []), entrances)
+            for key in carried.at(layer.number) if met else ():  # read as what no function around the blocks took
+                carried.read(key, [layer.number] if nodes[key] in met else ())
         for parameter in self.free - {p for layer in self.layers for p in layer.parameters.values()}:
             self.layers[0].parameters[self.names[parameter]] = parameter
 
-    def _check(self, layer: Layer, starts: Sequence[Any], entrances: Collection[Any]) -> None:
-        for node in _reach(starts, entrances):
+    def _check(self, layer: Layer, starts: Sequence[Any], entrances: Collection[Any]) -> set[Any]:
+        """Check a layer; returns the entrances that it uses."""
+        met: set[Any] = set()
+        for node in _reach(starts, entrances, met):
             parameter = self._parameter(node)
             if parameter is not None:
                 layer.parameters.setdefault(self.names[parameter], parameter)
             elif not hasattr(node, "variable") and node._sequence_nr() < self.probe.learned.began[layer.number]:
                 raise ModelError(self._refusal(layer, node))
+        return met
 
     def _refusal(self, layer: Layer, node: Any) -> str:
         for number, shape in sorted(self.probe.learned.unknown.items()):
@@ -72,7 +77,7 @@ class GraphCheck:
                 f"memory that was overwritten), so no stage can send it. Move that code into a module, or use "
                 f"pipeline_parallel=1."
             )
-        below = (self._parameter(each) for each in _reach([node], ()))
+        below = (self._parameter(each) for each in _reach([node], (), set()))
         name = next((self.names[parameter] for parameter in below if parameter is not None), node.name())
         return (
             f"{layer.name!r} uses something made with {name!r} that does not come through the layers before it (an "
@@ -94,13 +99,15 @@ def hint_of(model: nn.Module) -> str:
     return "set output_router_logits=False in its configuration, which trains without the routers' auxiliary loss, "
 
 
-def _reach(starts: Sequence[Any], entrances: Collection[Any]) -> Iterator[Any]:
-    """The nodes of the graph below `starts`, not past `entrances`."""
+def _reach(starts: Sequence[Any], entrances: Collection[Any], met: set[Any]) -> Iterator[Any]:
+    """The nodes of the graph below `starts`, not past `entrances`; `met` gets those of them that it comes to."""
     seen: set[Any] = set()
     stack = [node for node in starts if node is not None]
     first = set(stack)
     while stack:
         node = stack.pop()
+        if node in entrances:
+            met.add(node)
         if node in seen or node in entrances:
             continue
         seen.add(node)

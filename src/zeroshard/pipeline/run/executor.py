@@ -18,7 +18,7 @@ from zeroshard.comm.collectives import Purpose
 from zeroshard.parts.part import MicrobatchRows, Parts
 from zeroshard.pipeline.cut.bypass import Bypass
 from zeroshard.pipeline.run.chunks import Chunks
-from zeroshard.pipeline.run.messages import Entering, Messages, Shape, widened
+from zeroshard.pipeline.run.messages import Boundary, Messages, Shape, is_empty, widened
 from zeroshard.pipeline.run.tied_weights import TiedWeights
 from zeroshard.pipeline.stage import Stage
 from zeroshard.recompute.chunks import ChunkForward, ChunkInputs
@@ -37,7 +37,7 @@ class Microbatch:
     batch: Any
     weight: float
     rows: MicrobatchRows | None = None
-    shapes: dict[int, Entering] = field(default_factory=dict)
+    shapes: dict[int, Boundary] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -81,7 +81,7 @@ class Executor:
         self.messages, self.random_numbers = Messages(stage, parts.messages, inputs.scratch), parts.random_numbers
         self.tied = TiedWeights(stage, parts, self.messages)
         self._flights: dict[Key, _Flight] = {}
-        self._out: dict[tuple[Kind, int, int], Tensor] = {}
+        self._out: dict[tuple[Kind, int, int, int], Tensor] = {}  # by chunk, the one that it is for, and microbatch
         self._parts: dict[int, Microbatch] = {}
         self._chunks = Chunks(stage, parts, sequence, self.tied)
         handlers: Mapping[Kind, Handler] = {
@@ -102,8 +102,8 @@ class Executor:
         """Add microbatches, by number, for coming actions."""
         self._parts.update(parts)
 
-    def shapes(self, batch: Any) -> dict[int, Entering]:
-        """The shapes of a microbatch's activations at the borders of this rank's chunks, by the entered layer."""
+    def shapes(self, batch: Any) -> dict[int, Boundary]:
+        """The messages of a microbatch at the borders of this rank's chunks, by the entered layer."""
         return self.messages.shapes(batch, partial(self._run, batch))
 
     def run(self, actions: Schedule) -> None:
@@ -160,16 +160,39 @@ class Executor:
         chunk, j = key_of(action)
         flight = _Flight()
         if chunk > 0:
-            local = self._out.pop((Kind.FORWARD, chunk - 1, j), None)
-            if local is None:
-                flight.buffers.append(self.messages.take(f"input of F{chunk}.{j}"))
-                local = _viewed(flight.buffers[0], self._shape(self._stage.firsts[chunk], j))
-            flight.beside = self.messages.beside.take(chunk, j, self._entering(self._stage.firsts[chunk], j).beside)
+            before = self._boundary(self._stage.firsts[chunk], j)
+            local = self._joined(Kind.FORWARD, chunk, j, before.into, flight)
+            flight.beside = self.messages.beside.take(chunk, j, before.beside)
             flight.hidden = local.detach().requires_grad_(local.is_floating_point() and torch.is_grad_enabled())
         for debt in self.tied.borrowed[chunk]:
             debt.begin((chunk, j))
         self._chunks.use(action)
         return flight
+
+    def _joined(self, kind: Kind, chunk: int, j: int, parts: dict[int, Shape], flight: _Flight) -> Tensor:
+        """The input of a chunk, or the gradient of its output: the parts from other chunks, one after the other."""
+        found, buffers = [], []
+        for other, shape in parts.items():
+            local = self._out.pop((kind, other, chunk, j), None)
+            if local is None and is_empty(shape):
+                local = torch.empty(shape[0], dtype=shape[1], device=self._stage.mesh.device)
+            elif local is None:
+                buffers.append(self.messages.take(_name(kind, other, chunk, j)))
+                local = _viewed(buffers[-1], shape)
+            found.append(local)
+        if len(found) == 1:
+            flight.buffers += buffers
+            return found[0]
+        whole = torch.cat(found)
+        for buffer in buffers:
+            self.messages.release(buffer)
+        return whole
+
+    def _divide(self, kind: Kind, chunk: int, j: int, whole: Tensor, parts: dict[int, Shape]) -> None:
+        """Keep a chunk's output, or the gradient of its input, for the chunks that get its parts."""
+        found = whole.split([size[0] for size, _ in parts.values()]) if len(parts) > 1 else (whole,)
+        for (other, (_, dtype)), part in zip(parts.items(), found, strict=True):
+            self._out[kind, chunk, other, j] = part.to(dtype)
 
     def _put_aside(self, flight: _Flight, forward: ChunkForward, output: Tensor) -> None:
         """Keep the input of a chunk for its recomputation."""
@@ -221,11 +244,12 @@ class Executor:
         first, last = stage.firsts[chunk], stage.firsts[chunk + 1]
         bypass = None
         if stage.chain.crossing.groups or stage.chain.carried.needed:
-            bypass = Bypass(flight.beside and self._entering(first, j).beside.unpack(flight.beside[0]))
+            bypass = Bypass(flight.beside and self._boundary(first, j).beside.unpack(flight.beside[0]))
         with self._deferring(flight), self.random_numbers.microbatch(self._parts[j].rows):
             listener = self._chunks.early.listener(action)
-            output = stage.chain.run(first, last, forward, flight.hidden, listener, bypass)
-            return output if self._is_last(chunk) else widened(output, self._shape(last, j)[1]), bypass
+            pieces = self._boundary(first, j).pieces if chunk else ()
+            output = stage.chain.run(first, last, forward, flight.hidden, listener, bypass, pieces)
+            return output if self._is_last(chunk) else widened(output, self._boundary(last, j).leaving[1]), bypass
 
     def _deferring(self, flight: _Flight) -> AbstractContextManager[None]:
         """Leave weight gradients to a microbatch's store, in its forward and its recomputation."""
@@ -236,9 +260,10 @@ class Executor:
         chunk, j = key_of(action)
         if not self._is_last(chunk):
             layer = self._stage.firsts[chunk + 1]
-            self.messages.check(output, self._shape(layer, j), layer)
-            self._out[Kind.FORWARD, chunk, j] = output.detach()
-            self.messages.beside.keep(chunk, j, self._entering(layer, j).beside, bypass)
+            after = self._boundary(layer, j)
+            self.messages.check(output, after.leaving, layer)
+            self._divide(Kind.FORWARD, chunk, j, output.detach(), after.out)
+            self.messages.beside.keep(chunk, j, after.beside, bypass)
 
     def _keep(self, action: Action, flight: _Flight, output: Any) -> None:
         """Keep the root of the graph for the backward, not its output."""
@@ -268,7 +293,8 @@ class Executor:
         self._backward.add_one()
         self.interpreter.note(action, start)
         if chunk > 0:
-            self._out[Kind.BACKWARD, chunk, j] = self._gradient_of_input(chunk, j, flight)
+            before = self._boundary(self._stage.firsts[chunk], j)
+            self._divide(Kind.BACKWARD, chunk, j, self._gradient_of_input(before, flight), before.into)
             self.messages.weights.keep(chunk - 1, j, weight)
         flight.loss = flight.edge = flight.hidden = None
         if action.kind is Kind.BACKWARD:
@@ -278,17 +304,14 @@ class Executor:
         """The gradient from the next chunk."""
         if self._is_last(chunk):
             return None
-        local = self._out.pop((Kind.BACKWARD, chunk + 1, j), None)
-        if local is not None:
-            return local
-        flight.buffers.append(self.messages.take(f"gradient for B{chunk}.{j}"))
-        return _viewed(flight.buffers[-1], self._shape(self._stage.firsts[chunk + 1], j))
+        after = self._boundary(self._stage.firsts[chunk + 1], j)
+        return self._joined(Kind.BACKWARD, chunk, j, after.out, flight)
 
-    def _gradient_of_input(self, chunk: int, j: int, flight: _Flight) -> Tensor:
-        """The gradient for the chunk before this one."""
+    def _gradient_of_input(self, before: Boundary, flight: _Flight) -> Tensor:
+        """The gradient for the chunks before this one."""
         back = next(iter(flight.back or ()), None) if flight.hidden is None else flight.hidden.grad
         if back is None:
-            size, dtype = self._shape(self._stage.firsts[chunk], j)
+            size, dtype = before.entering
             return torch.zeros(size, dtype=dtype, device=self._stage.mesh.device)
         return back
 
@@ -307,10 +330,7 @@ class Executor:
         if not any(number == j for _, number in self._flights) and chunk < self._stage.pipeline.layout.stages:
             self._parts.pop(j, None)
 
-    def _shape(self, layer: int, j: int) -> Shape:
-        return self._entering(layer, j).shape
-
-    def _entering(self, layer: int, j: int) -> Entering:
+    def _boundary(self, layer: int, j: int) -> Boundary:
         part = self._parts[j]
         if not part.shapes:
             part.shapes = self.shapes(part.batch)
@@ -324,30 +344,37 @@ class Executor:
         return Purpose.SEND_ACTIVATIONS if self._chunks.trains else Purpose.SEND_TO_EVALUATE
 
     def _receive_forward(self, action: Action) -> None:
-        (chunk, j), peer = key_of(action), peer_of(action)
+        (chunk, j), peer, source = key_of(action), peer_of(action), self._stage.other(action)
         layer = self._stage.firsts[chunk]
-        name, trains = f"input of F{chunk}.{j}", self._chunks.trains
-        self.messages.post(name, self._shape(layer, j), peer, self._sending, layer, saved=trains)
-        self.messages.beside.post(chunk, j, self._entering(layer, j).beside, peer, self._sending)
+        before, purpose = self._boundary(layer, j), self._sending
+        saved = self._chunks.trains and len(before.into) == 1
+        self.messages.post(
+            _name(Kind.FORWARD, source, chunk, j), before.into[source], peer, purpose, layer, saved=saved
+        )
+        if source == chunk - 1:
+            self.messages.beside.post(chunk, j, before.beside, peer, purpose)
 
     def _receive_backward(self, action: Action) -> None:
-        (chunk, j), peer = key_of(action), peer_of(action)
+        (chunk, j), peer, source = key_of(action), peer_of(action), self._stage.other(action)
         layer = self._stage.firsts[chunk + 1]
-        self.messages.post(f"gradient for B{chunk}.{j}", self._shape(layer, j), peer, Purpose.SEND_GRADIENTS, layer)
-        self.messages.weights.post(chunk, j, peer)
+        shape = self._boundary(layer, j).out[source]
+        self.messages.post(_name(Kind.BACKWARD, source, chunk, j), shape, peer, Purpose.SEND_GRADIENTS, layer)
+        if source == chunk + 1:
+            self.messages.weights.post(chunk, j, peer)
 
     def _send_forward(self, action: Action) -> None:
-        chunk, j = key_of(action)
-        output, layer = self._out.pop((Kind.FORWARD, chunk, j)), self._stage.firsts[chunk + 1]
-        self.messages.send(f"input of F{chunk + 1}.{j}", output, peer_of(action), self._sending, layer=layer)
-        self.messages.beside.send(chunk, j, peer_of(action), self._sending)
+        (chunk, j), peer, target = key_of(action), peer_of(action), self._stage.other(action)
+        output, layer = self._out.pop((Kind.FORWARD, chunk, target, j)), self._stage.firsts[chunk + 1]
+        self.messages.send(_name(Kind.FORWARD, chunk, target, j), output, peer, self._sending, layer=layer)
+        if target == chunk + 1:
+            self.messages.beside.send(chunk, j, peer, self._sending)
 
     def _send_backward(self, action: Action) -> None:
-        chunk, j = key_of(action)
-        gradient, layer = self._out.pop((Kind.BACKWARD, chunk, j)), self._stage.firsts[chunk]
-        name, purpose = f"gradient for B{chunk - 1}.{j}", Purpose.SEND_GRADIENTS
-        self.messages.send(name, gradient, peer_of(action), purpose, layer=layer)
-        self.messages.weights.send(chunk - 1, j, peer_of(action))
+        (chunk, j), peer, target = key_of(action), peer_of(action), self._stage.other(action)
+        gradient, layer = self._out.pop((Kind.BACKWARD, chunk, target, j)), self._stage.firsts[chunk]
+        self.messages.send(_name(Kind.BACKWARD, chunk, target, j), gradient, peer, Purpose.SEND_GRADIENTS, layer=layer)
+        if target == chunk - 1:
+            self.messages.weights.send(target, j, peer)
 
     def _update(self, action: Action) -> None:
         self._chunks.decide()
@@ -379,6 +406,12 @@ def _followed_by_their_backward(actions: Sequence[Action]) -> set[Key]:
         for a, b in pairs
         if a.kind is Kind.FORWARD and b.kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT) and a[1:3] == b[1:3]
     }
+
+
+def _name(kind: Kind, source: int, target: int, j: int) -> str:
+    """The name of a message from one chunk to another."""
+    name = f"input of F{target}.{j}" if kind is Kind.FORWARD else f"gradient for B{target}.{j}"
+    return name if abs(target - source) == 1 else f"{name} of chunk {source}"
 
 
 def _viewed(buffer: Tensor, shape: Shape) -> Tensor:

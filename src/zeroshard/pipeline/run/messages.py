@@ -5,7 +5,7 @@ ranks with different batches get an error, and no shape is sent.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,6 +19,8 @@ from zeroshard.errors import BatchError
 from zeroshard.memory.ledger import Arena
 from zeroshard.parts.part import Scratch
 from zeroshard.pipeline.cut.bypass import Bypass, SentValues
+from zeroshard.pipeline.cut.carried import packed_shape
+from zeroshard.pipeline.cut.origins import ReturnedValue
 from zeroshard.pipeline.run.scattered import GATHERS
 from zeroshard.pipeline.stage import Stage
 from zeroshard.schedule import Action, Kind
@@ -29,14 +31,31 @@ from zeroshard.traffic import LOANS
 UNDER_WAY = 4  # messages in flight before a wait for the oldest; lists are verified even for none
 SENDS = {Kind.SEND_FORWARD: Purpose.SEND_ACTIVATIONS, Kind.SEND_BACKWARD: Purpose.SEND_GRADIENTS}
 RECEIVES = {Kind.RECEIVE_FORWARD: Purpose.SEND_ACTIVATIONS, Kind.RECEIVE_BACKWARD: Purpose.SEND_GRADIENTS}
+INTO = (Kind.RECEIVE_FORWARD, Kind.SEND_BACKWARD)  # messages of a chunk's input
 Shape = tuple[tuple[int, ...], torch.dtype]
 
 
-class Entering(NamedTuple):
-    """The input of a layer from another stage: the shape of the activation, and the values beside it."""
+class Boundary(NamedTuple):
+    """The messages at a boundary between two chunks, for the microbatches of one shape.
 
-    shape: Shape
+    Attributes:
+        entering: the input of the chunk after it.
+        leaving: the output of the chunk before it, which is the same unless messages pass over chunks ([Note: skips]).
+        into: the part of the input from each chunk.
+        out: the part of the output for each chunk.
+        beside: values beside them.
+    """
+
+    entering: Shape
+    leaving: Shape
+    into: dict[int, Shape]
+    out: dict[int, Shape]
     beside: SentValues
+
+    @property
+    def pieces(self) -> list[int]:
+        """Elements of each part of the input, if there are several."""
+        return [size[0] for size, _ in self.into.values()] if len(self.into) > 1 else []
 
 
 class Messages:
@@ -51,7 +70,7 @@ class Messages:
         self._stage, self._comm, self._arena, self._inputs = stage, stage.world, arena, inputs or arena
         self._lenders: dict[int, Scratch] = {}  # of posted buffers
         self.weights, self.beside = PenaltyWeights(stage, self), ValuesBeside(stage, self)
-        self._shapes: dict[Any, dict[int, Entering]] = {}
+        self._shapes: dict[Any, dict[int, Boundary]] = {}
         self._posted: dict[str, tuple[Pending, Tensor]] = {}
         self._gathers: dict[str, tuple[Tensor, Callable[[Tensor], None]]] = {}  # of messages whose parts come scattered
         self._sent: dict[tuple[Purpose, int], list[tuple[Pending, Tensor, bool]]] = defaultdict(list)
@@ -61,8 +80,8 @@ class Messages:
         """The collectives of all ranks of the pipeline."""
         return self._comm
 
-    def shapes(self, microbatch: Any, forward: Callable[[], Any]) -> dict[int, Entering]:
-        """The shapes of messages between this rank's chunks and their neighbours, by the layer that they enter."""
+    def shapes(self, microbatch: Any, forward: Callable[[], Any]) -> dict[int, Boundary]:
+        """The messages of this rank's chunks, by the layer after each boundary."""
         key = tuple(
             (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else type(leaf)
             for leaf in tree_leaves(microbatch)
@@ -71,13 +90,21 @@ class Messages:
             stage, last = self._stage, len(self._stage.chain.layers)
             chunks = stage.pipeline.layout.chunks_of(stage.number)
             layers = {layer for c in chunks for layer in stage.firsts[c : c + 2]} - {0, last}
-            self._shapes[key] = {layer: self._entering(layer, forward) for layer in sorted(layers)}
+            self._shapes[key] = {layer: self._boundary(layer, forward) for layer in sorted(layers)}
         return self._shapes[key]
 
-    def _entering(self, layer: int, forward: Callable[[], Any]) -> Entering:
-        chain, beside = self._stage.chain, Bypass()
-        hidden = chain.boundary(layer, forward, beside)
-        return Entering((tuple(hidden.shape), hidden.dtype), SentValues.of(chain.beside(layer), beside.known))
+    def _boundary(self, layer: int, forward: Callable[[], Any]) -> Boundary:
+        chain, known = self._stage.chain, Bypass()
+        found, after = chain.run_standing_in(layer, layer, forward, known), self._stage.chunk_of_layer(layer)
+        beside = SentValues.of(chain.beside(layer), known.known)
+        if layer in chain.carried.into:
+            sides = chain.carried.into[layer], chain.carried.out[layer]
+            into, out = ({c: packed_shape(_of(found, keys)) for c, keys in side.items()} for side in sides)
+            entering, leaving = (packed_shape([v for c in side for v in _of(found, side[c])]) for side in sides)
+            return Boundary(entering, leaving, into, out, beside)
+        one = isinstance(found, Tensor)
+        shape = (tuple(found.shape), found.dtype) if one else packed_shape([*found.values()])
+        return Boundary(shape, shape, {after - 1: shape}, {after: shape}, beside)
 
     def check(self, output: Tensor, expected: Shape, layer: int) -> None:
         """Refuse an output of another shape than the next stage expects.
@@ -102,6 +129,8 @@ class Messages:
             layer: of an activation, or of its gradient: the layer that it enters.
             saved: whether it is kept for a backward.
         """
+        if is_empty(shape):
+            return  # neither end starts a message
         size, dtype = shape
         numel, scattered = torch.Size(size).numel(), self._stage.scattered.get(layer)
         lender = self._inputs if saved else self._arena
@@ -149,6 +178,8 @@ class Messages:
             scratch: the tensor is the arena's, and free once it is sent.
             layer: as of `post`.
         """
+        if not tensor.numel():
+            return
         scattered = self._stage.scattered.get(layer)
         tensor = tensor.contiguous() if scattered is None else scattered.part(tensor)
         sent = self._sent[purpose, peer]
@@ -156,16 +187,21 @@ class Messages:
         while len(sent) > (LOANS_UNDER_WAY if purpose in LOANS else UNDER_WAY):
             self._drop(sent.pop(0))
 
-    def planned(self, action: Action, layer: int, entering: Entering | None) -> tuple[Purpose, int] | None:
+    def planned(self, action: Action, layer: int, boundary: Boundary | None) -> tuple[Purpose, int] | None:
         """The purpose and elements of an activation's message, or of the gather after it; None if there is none."""
-        scattered = self._stage.scattered.get(layer)
-        purpose = SENDS.get(action.kind)
-        numel = 0 if entering is None else torch.Size(entering.shape[0]).numel()
-        if purpose is not None:
-            weight = self.weights.numel if purpose in BACKWARDS else entering.beside.nbytes if entering else 0
-            return purpose, weight + (numel if scattered is None else scattered.numel(numel))
-        after = RECEIVES.get(action.kind)
-        return None if after is None or scattered is None else (GATHERS[after], numel)
+        scattered, chunk = self._stage.scattered.get(layer), action.chunk
+        purpose, after = SENDS.get(action.kind), RECEIVES.get(action.kind)
+        if boundary is None or (purpose is None and (after is None or scattered is None)):
+            return None if purpose is None else (purpose, 0)
+        other = self._stage.other(action)
+        size, _ = (boundary.into if action.kind in INTO else boundary.out)[other]
+        numel = torch.Size(size).numel()
+        if purpose is None:
+            assert after is not None
+            return GATHERS[after], numel
+        beside = self.weights.numel if purpose in BACKWARDS else boundary.beside.nbytes
+        numel = numel if scattered is None else scattered.numel(numel)
+        return purpose, numel + (beside if abs(other - chunk) == 1 else 0)
 
     def finish(self) -> None:
         """Wait for all sends."""
@@ -263,6 +299,10 @@ class ValuesBeside:
             self._messages.send(_beside(chunk + 1, j), message, peer, purpose)
 
 
+def _of(found: Mapping[ReturnedValue, Tensor], keys: set[ReturnedValue]) -> list[Tensor]:
+    return [value for key, value in found.items() if key in keys]
+
+
 def _beside(chunk: int, j: int) -> str:
     return f"values beside the input of F{chunk}.{j}"
 
@@ -273,6 +313,11 @@ def _weight(chunk: int, j: int) -> str:
 
 def _label(name: str, size: Sequence[int]) -> str:
     return f"{name} {list(size)}"
+
+
+def is_empty(shape: Shape) -> bool:
+    """Whether a message has no elements, as between the chunks of two towers: it is not sent."""
+    return 0 in shape[0]
 
 
 def widened(output: Tensor, dtype: torch.dtype) -> Tensor:

@@ -17,7 +17,7 @@ from zeroshard.parts.part import Parts
 from zeroshard.pipeline.cut.bypass import NUMBERS, SentValues
 from zeroshard.pipeline.cut.origins import ReturnedValue
 from zeroshard.pipeline.run.executor import Executor, Microbatch
-from zeroshard.pipeline.run.messages import Entering
+from zeroshard.pipeline.run.messages import Boundary
 from zeroshard.pipeline.run.weight_stashing import StashedVersions
 from zeroshard.pipeline.stage import Stage, means_alone
 from zeroshard.recompute.chunks import ChunkInputs
@@ -130,7 +130,7 @@ class PipelineOrder(StepOrder):
         self.fed = 0
         self.actions = pipeline.step(stage.rank)
         self._gathers = Counter(action.chunk for action in self.actions if action.kind is Kind.GATHER)
-        self._shapes: list[dict[int, Entering]] = []  # of each microbatch of the last step
+        self._shapes: list[dict[int, Boundary]] = []  # of each microbatch of the last step
 
     def step(self, batch: Any) -> Tensor | None:
         """One step on this data rank's batch; returns the mean loss on ranks that have it, else None."""

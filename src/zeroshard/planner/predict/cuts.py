@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map
 from zeroshard.doctor.hardware import Machines
 from zeroshard.errors import PlanError
 from zeroshard.pipeline.cut.chain import Chain
+from zeroshard.pipeline.cut.origins import ReturnedValue
 from zeroshard.pipeline.partition.cluster import Cluster
 from zeroshard.pipeline.partition.measure import measure
 from zeroshard.pipeline.partition.pipedream import partition
@@ -106,16 +107,33 @@ def boundaries_of(task: TrainingTask, plan: Plan) -> list[str]:
     """
     with fakes(), quiet():
         chain, _ = _chain(task.build(), task, 1)
-    return [f"Before {name}: {_crossing(chain, chain.number(name))}." for name in plan.pipeline.split]
+    firsts, stages = [0, *map(chain.number, plan.pipeline.split), len(chain.layers)], plan.pipeline.stages
+    chain.carried.route(firsts, stages)
+    return [
+        f"Before {name}: {_crossing(chain, firsts, chunk, stages)}."
+        for chunk, name in enumerate(plan.pipeline.split, 1)
+    ]
 
 
-def _crossing(chain: Chain, layer: int) -> str:
-    learned = sorted(chain.carried.at(layer), key=lambda key: chain.carried.reach[key])
-    named = [key.path + (f" [{key.leaf}]" if key.leaf > 0 else "") for key in learned]
-    count = f"{len(named)} tensors with gradients, packed" if len(named) > 1 else "one activation with gradients"
-    some = f"{count} ({', '.join(named)})" if named else count
+def _crossing(chain: Chain, firsts: Sequence[int], chunk: int, stages: int) -> str:
+    layer = firsts[chunk]
+    into = chain.carried.into.get(layer, {chunk - 1: chain.carried.at(layer)})
+    some = [_packed(chain, into[chunk - 1], bool(chain.carried.into))]
+    for source in (source for source in into if source != chunk - 1):
+        kept = (chunk - source) % stages == 0
+        way = f"kept on the stage since chunk {source}" if kept else f"directly from stage {source % stages}"
+        some.append(f"{_packed(chain, into[source], True)} {way}")
     beside = list(dict.fromkeys(group[0].path for group in chain.beside(layer)))
-    return some + (f"; values without a gradient of {', '.join(beside)}" if beside else "")
+    return "; ".join(some + ([f"values without a gradient of {', '.join(beside)}"] if beside else []))
+
+
+def _packed(chain: Chain, keys: set[ReturnedValue], known: bool) -> str:
+    learned = sorted(keys, key=lambda key: chain.carried.reach[key])
+    named = [key.path + (f" [{key.leaf}]" if key.leaf > 0 else "") for key in learned]
+    if known and not named:
+        return "nothing"
+    count = f"{len(named)} tensors with gradients, packed" if len(named) > 1 else "one activation with gradients"
+    return f"{count} ({', '.join(named)})" if named else count
 
 
 def _bandwidth(machines: Machines, blocks: Sequence[LayerCost]) -> float:

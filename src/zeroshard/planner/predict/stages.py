@@ -230,6 +230,9 @@ def _times(
     else:  # data ranks of an even layout meet at reductions only
         layout = type(pipeline.layout).equal(plan.pipeline.stages, plan.pipeline.virtual_stages)
         lists_of = replace(pipeline, layout=layout)
+    rehearsed = per_rank[0].last.pipeline  # which may have fewer stages
+    whole = rehearsed.layout.all_chunks == lists_of.layout.all_chunks
+    lists_of = replace(lists_of, skips=rehearsed.skips * whole)
     costs = _costs(per_rank, lists_of, machines)
     simulation = simulate(lists_of.stretch(STEADY), lists_of.layout, costs)
     spent = [_spent(one, pipeline.layout.stage_of(one.rank), plan, costs, lists_of) for one in per_rank]
@@ -284,4 +287,5 @@ def _costs(per_rank: Sequence[RankCosts], pipeline: PipelineSchedule, machines: 
     if any(map(any, halves.values())):
         per_chunk |= halves
     times: dict[str, Any] = dict(per_chunk)
-    return Costs(**times, bytes_per_second=rate, boundary_bytes=(sent,) * layout.all_chunks)
+    skip_bytes = dict.fromkeys(pipeline.skips, sent)
+    return Costs(**times, bytes_per_second=rate, boundary_bytes=(sent,) * layout.all_chunks, skip_bytes=skip_bytes)
