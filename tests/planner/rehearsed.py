@@ -60,6 +60,30 @@ def pair() -> nn.Module:
         return Pair()
 
 
+class Around(nn.Module):
+    """The outputs of the first blocks enter the last ones, as in a U-Net."""
+
+    def __init__(self, shape: GPTConfig = SHAPE) -> None:
+        super().__init__()
+        sizes = shape.width, shape.heads, 2 * shape.width, 0.0
+        self.embed = nn.Embedding(shape.vocabulary, shape.width)
+        self.blocks = nn.ModuleList([nn.TransformerEncoderLayer(*sizes, batch_first=True) for _ in range(4)])
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """The mean cross entropy."""
+        first = self.blocks[0](self.embed(tokens))
+        second = self.blocks[1](first)
+        hidden = self.blocks[3](self.blocks[2](second) + second) + first
+        logits = nn.functional.linear(hidden, self.embed.weight)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def around() -> nn.Module:
+    """A small model with skips, on the meta device."""
+    with torch.device("meta"):
+        return Around()
+
+
 def tokens(rows: int, shape: GPTConfig = SHAPE) -> dict[str, Tensor]:
     """So many rows of text."""
     drawn = torch.randint(shape.vocabulary, (rows, shape.context))

@@ -358,18 +358,22 @@ def _cut(model: nn.Module, cut: Cut, chain: Chain, world: Comm, forward: Callabl
 def _refuse_other_ways(chain: Chain, world: Comm) -> None:
     """Refuse ranks whose examples took other ways through the model's code: their messages have other values.
 
+    Layers that read a value on one rank get it on all.
+
     Raises:
         ModelError: on all ranks, with a value that one rank's layers hand on and another's do not.
     """
-    first, *others = world.agree_on(chain.carried.plain(), "values between the layers")
-    for rank, theirs in enumerate(others, 1):
-        for one, other in zip_longest(first, theirs, fillvalue="nothing more"):
+    everyone = world.agree_on(chain.carried.plain(), "values between the layers")
+    for rank, theirs in enumerate(everyone):
+        for (one, _), (other, _) in zip_longest(everyone[0], theirs, fillvalue=("nothing more", ())):
             if one != other:
                 raise ModelError(
                     f"The forwards of the example differ between ranks. From layer to layer rank 0 hands on {one}; "
                     f"rank {rank}, {other}. Give all ranks examples of one shape, and let the model's code take the "
                     f"same way on all of them."
                 )
+        for key, (_, reads) in zip(chain.carried.reach, theirs, strict=False):
+            chain.carried.read(key, reads)
 
 
 def _refuse_shared_buffers(chain: Chain, firsts: list[int], pipeline: Pipeline) -> None:

@@ -1,12 +1,14 @@
 """A rehearsal against the run: states and traffic to the byte, the peak against every allocation that torch made."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from planner.rehearsed import pair, run, task, tokens
+from planner.rehearsed import around, pair, run, task, tokens
 from pool import Pool
 from selection import by_default
+from torch import nn
 
 import zeroshard as zs
 from zeroshard.planner.predict.cuts import boundaries_of
@@ -90,14 +92,17 @@ def test_states_and_traffic_to_the_byte_and_the_peak(pool: Pool, case: tuple[int
             assert found.peak_bytes == pytest.approx(real[rank]["peak"], rel=near)
 
 
+@pytest.mark.parametrize("build, split", [(pair, ("encoder.1", "decoder.1")), (around, ("blocks.2", "blocks.3"))])
 @pytest.mark.parametrize("schedule, recompute", [("1f1b", "off"), ("gpipe", "blocks")])
-def test_values_that_are_carried_beside_an_activation(pool: Pool, schedule: str, recompute: str) -> None:
-    """The encoder's output goes to each stage of the decoder: messages to the element, the peak to a percent."""
-    plan = {"pipeline_parallel": 3, "pipeline_parallel.split": ("encoder.1", "decoder.1"), "recompute": recompute}
+def test_values_that_are_carried_beside_an_activation(
+    pool: Pool, build: Callable[[], nn.Module], split: tuple[str, ...], schedule: str, recompute: str
+) -> None:
+    """The encoder's output goes to each stage of the decoder, a skip over a stage: messages to the element."""
+    plan = {"pipeline_parallel": 3, "pipeline_parallel.split": split, "recompute": recompute}
     plan |= {"pipeline_parallel.schedule": schedule, "microbatches": 4, "zero": 0}
-    real = pool.run(run, 3, plan, "adamw", 8, 6, pair)
+    real = pool.run(run, 3, plan, "adamw", 8, 6, build)
     for rank in range(3):
-        found = rehearse(task("adamw", build=pair), zs.Plan.from_dict(plan), rank, 3, 8)
+        found = rehearse(task("adamw", build=build), zs.Plan.from_dict(plan), rank, 3, 8)
         assert {**found.states, "activations": 0} == {**real[rank]["states"], "activations": 0}
         wire = {p: w for p, w in real[rank]["wire"].items() if any(w) and p != "agreement"}
         assert {p: w for p, w in found.wire.items() if any(w) and p != "agreement"} == wire
@@ -109,6 +114,12 @@ def test_sentences_about_what_crosses_each_boundary() -> None:
     assert boundaries_of(task(build=pair), plan) == [
         "Before encoder.1: one activation with gradients (encoder.0).",
         "Before decoder.1: 2 tensors with gradients, packed (encoder.1, decoder.0).",
+    ]
+    plan = zs.Plan(pipeline_parallel=zs.Pipeline(3, split=("blocks.2", "blocks.3")))
+    assert boundaries_of(task(build=around), plan) == [
+        "Before blocks.2: one activation with gradients (blocks.1).",
+        "Before blocks.3: one activation with gradients (add after 3 blocks); one activation with gradients (blocks.0) "
+        "directly from stage 0.",
     ]
     plan = zs.Plan(pipeline_parallel=zs.Pipeline(2, split=("blocks.2",)))
     assert boundaries_of(task(), plan) == ["Before blocks.2: one activation with gradients."]

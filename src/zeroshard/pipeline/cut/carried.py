@@ -13,10 +13,11 @@ The idea of values that bypass layers is torchgpipe's (2004.09910, section 3.2.2
 needs no change.
 """
 
+import math
 import weakref
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -63,10 +64,10 @@ class Carried:
             return set()
         return {key for key, (made, reads) in self.reach.items() if made < boundary <= reads[-1]}
 
-    def plain(self) -> list[str]:
-        """The values as text, for the agreement of ranks."""
+    def plain(self) -> list[tuple[str, list[int]]]:
+        """The values as text, with the layers that read them, for the agreement of ranks."""
         return [
-            f"result {key.leaf} of call {key.call} of {key.path!r}, from layer {made} to {', '.join(map(str, reads))}"
+            (f"result {key.leaf} of call {key.call} of {key.path!r} in layer {made}", list(reads))
             for key, (made, reads) in (self.reach if self.needed else {}).items()
         ]
 
@@ -75,16 +76,12 @@ class Carried:
         made, reads = self.reach[key]
         self.reach[key] = made, tuple(sorted({*reads, *layers}))
 
-    def keep(self, groups: Iterable[Sequence[tuple[ReturnedValue, int, int]]], end: int) -> None:
-        """Bring values that are read without their gradient too to every layer up to the last that does so.
-
-        Args:
-            groups: of a `bypass.Crossing`.
-            end: the number of the last layer.
-        """
-        for key, made, last in (source for group in groups for source in group):
-            if key in self.reach:
-                self.read(key, range(made + 1, (end if last < 0 else last) + 1))
+    def keep(self, reads: Mapping[ReturnedValue, Iterable[float]], end: int) -> None:
+        """Note the layers that read values without their gradients; an infinite one stands for all up to `end`."""
+        for key in reads.keys() & self.reach.keys():
+            made, _ = self.reach[key]
+            layers = set(range(made + 1, end + 1) if math.inf in reads[key] else map(int, reads[key]))
+            self.read(key, (layer for layer in layers if layer > made))
 
     def route(self, firsts: Sequence[int], stages: int) -> list[Skip]:
         """Choose the messages of each value; returns those that pass over chunks from stage to stage.
@@ -335,6 +332,7 @@ class Passing(_FrameFunctions):
         self._out = set().union(*self._sent)
         self._made: dict[ReturnedValue, Tensor] = {}
         self._starts = [0 for _ in self._messages]
+        self._absent: dict[int, tuple[weakref.ref[Tensor], ReturnedValue]] = {}  # by id: placeholders of learned values
         self.received: dict[ReturnedValue, Tensor] = {}
 
     def made(self, key: ReturnedValue, leaf: Any) -> Any:
@@ -348,10 +346,28 @@ class Passing(_FrameFunctions):
         if first in self.received:
             return self.received[first]
         if key in self._message_of and isinstance(leaf, Tensor):
+            self._absent.pop(id(leaf), None)  # a tensor that was written gets the values
             leaf = self.received[key] = self._cut(key, leaf)
+        elif self.phase < self._first and key in self._carried.reach and isinstance(leaf, Tensor):
+            self._absent[id(leaf)] = weakref.ref(leaf), key
         if key in self._out and isinstance(leaf, Tensor):
             self._made[key] = leaf
         return leaf
+
+    def takes(self, tree: Any) -> None:
+        """Refuse placeholders that a layer of this run reads.
+
+        Raises:
+            BatchError: the layer did not read this value in the example, so no message brings it.
+        """
+        for leaf in tree_leaves(tree) if self._absent and self.phase >= self._first else ():
+            found, key = self._absent.get(id(leaf), (None, None))
+            if found is not None and key is not None and found() is leaf:
+                raise BatchError(
+                    f"The code after {self.phase} blocks reads the result of {key.path!r}, which it does not read in "
+                    f"the example, so no message brings it. Give Engine(..., example=...) a microbatch that takes the "
+                    f"same way through the model's code, or use pipeline_parallel=1."
+                )
 
     def leave(self, layers: Sequence[Layer]) -> Any:
         """The packed values [N] that leave, those of one target after the other, in the widest of their dtypes.

@@ -281,6 +281,8 @@ class Chain:
             return gate.inner(*args, **kwargs)
         number = 0 if passage.bypass is None else passage.bypass.call(gate.path)
         if layer is None or passage.first <= layer < passage.last:
+            if passage.passing is not None and layer is not None:
+                passage.passing.takes((args, kwargs))
             passage.inside = True
             try:
                 output = gate.inner(*args, **kwargs)
@@ -424,7 +426,7 @@ class Chain:
             self.carried.written |= {key for key in self.carried.reach if key.path in overwritten}
             self.carried.written.update(*(probe.learned.entered.get(layer, ()) for layer in self._overwritten))
             GraphCheck(layers, probe, names, free, hint_of(self.model)).run(output, self.carried)
-            self.carried.keep(self.crossing.groups, len(layers) - 1)
+            self.carried.keep(probe.origins.reads, len(layers) - 1)
         self._gate_inner(probe)
         for site in probe.uses.changed:
             module = site[0]

@@ -9,6 +9,7 @@ over a list) can be used anywhere, so its sources cross all boundaries.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -54,6 +55,7 @@ class Origins(TorchDispatchMode):
 
     Attributes:
         last_read: by source, the last layer that reads it; infinite if Python read it.
+        reads: by source, the layers that read it; infinite likewise.
         layer_of: by source, the layer of its module.
         alike: sources of one tensor, with the tensor.
         asides: tensors that reached other layers without being returned.
@@ -66,6 +68,7 @@ class Origins(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.last_read: dict[ReturnedValue, float] = {}
+        self.reads: defaultdict[ReturnedValue, set[float]] = defaultdict(set)
         self.layer_of: dict[ReturnedValue, int] = {}
         self.alike: list[tuple[Tensor, list[ReturnedValue]]] = []
         self.asides: set[Aside] = set()
@@ -183,6 +186,7 @@ class Origins(TorchDispatchMode):
             return sources  # autograd shows what this is made with
         for source in sources:
             self.last_read[source] = max(layer, self.last_read.get(source, 0))
+            self.reads[source].add(layer)
         made = self._made.get(key)
         if made is not None and made is not self._call and made.layer != self._layer:
             self.asides.add(Aside(made.path, made.layer, self._layer))
