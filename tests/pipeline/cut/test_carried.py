@@ -4,12 +4,14 @@ import copy
 import gc
 import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from engine.models import OPTIMIZERS, Plain, batch, build
+from nccl_rules import Record, judge, recording
 from pipeline.chains import Outcome, Run, call, in_parts, on_stages, whole
 from plain_loop import PlainRun, follows_plain_loop, plain_loop
 from pool import Pool
@@ -18,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 import zeroshard as zs
-from zeroshard.errors import ModelError
+from zeroshard.errors import BatchError, CommError, ModelError
 from zeroshard.pipeline.cut.carried import Carried
 from zeroshard.pipeline.cut.chain import Chain
 from zeroshard.pipeline.cut.origins import ReturnedValue
@@ -303,6 +305,37 @@ class Supervised(Plain):
         return torch.stack(losses).sum() + self.head(x).square().mean()
 
 
+@dataclass
+class Found:
+    x: Tensor
+    side: Tensor
+    nothing: None = None
+
+
+class Finds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.side = nn.Linear(10, 10), nn.Linear(10, 3)
+
+    def forward(self, x: Tensor) -> Found:
+        y = self.inner(x).tanh()
+        return Found(y, self.side(x))
+
+
+class Dataclasses(Plain):
+    """Blocks return dataclasses, whose tensors go on to the end."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.blocks = nn.ModuleList([Finds() for _ in range(4)])
+
+    def body(self, x: Tensor, step: int) -> Tensor:
+        first = self.blocks[0](x)
+        second = self.blocks[1](first.x)
+        third = self.blocks[2](second.x)
+        return self.blocks[3](third.x + second.x).x + first.side.sum() + third.side.mean()
+
+
 def images(rows: int) -> tuple[Tensor]:
     return (torch.randn(rows, 3, 16, 16),)
 
@@ -325,6 +358,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
     "router-loss": (RouterLoss, tokens),
     "sometimes": (Sometimes, tokens),
     "supervised": (Supervised, tokens),
+    "dataclasses": (Dataclasses, tokens),
     "twice": (lambda: build("Twice"), tokens),
     "checkpointed": (lambda: build("Checkpointed"), tokens),
 }
@@ -525,6 +559,60 @@ def test_values_pass_over_stages(pool: Pool, ranks: int, setting: str) -> None:
     answers = pool.run(all_models, ranks, SETTINGS[setting] | more, names)
     for name in names:
         follows_plain_loop([each[name][:2] for each in answers], plainly(name))
+
+
+def recorded(mesh: zs.Mesh, stages: int, settings: dict[str, Any]) -> Record:
+    with recording(mesh) as (own, recorder):
+        train(own, "u-net", stages, settings)
+        return recorder.close()
+
+
+@pytest.mark.parametrize("ranks, setting", [(4, "1f1b"), (3, "interleaved")])
+def test_nccl_would_take_messages_that_pass_over_stages(pool: Pool, ranks: int, setting: str) -> None:
+    more = {"microbatches": 3} if setting == "interleaved" else {"microbatches": 4}
+    assert judge(pool.run(recorded, ranks, ranks, SETTINGS[setting] | more)) == []
+
+
+class Unlike(Plain):
+    """Takes another way in every other step."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+
+    def body(self, x: Tensor, step: int) -> Tensor:
+        first = self.blocks[0](x)
+        x = self.blocks[2](self.blocks[1](first))
+        x = x + first if step % 2 else x
+        return self.blocks[3](x) + first
+
+
+def other_ways(mesh: zs.Mesh, steps: list[int]) -> str:
+    """The error of examples with other steps on each rank, or else of training with one step."""
+    plan = zs.Plan(microbatches=2, pipeline_parallel=zs.Pipeline(3, split=("blocks.2", "blocks.3")))
+    try:
+        engine = zs.Engine(Unlike(), OPTIMIZERS["sgd"], plan, mesh=mesh, example=(tokens(2)[0], steps[mesh.rank]))
+        engine.train_step((tokens(4)[0], 1))
+    except (ModelError, BatchError, CommError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_ranks_whose_examples_take_other_ways_are_refused_at_once(pool: Pool) -> None:
+    for said in pool.run(other_ways, 3, [0, 0, 1]):
+        assert "ModelError: The forwards of the example differ between ranks. From layer to layer rank 0 hands" in said
+        assert "rank 2, result 0 of call 0 of 'add after 3 blocks' in layer 3" in said
+
+
+def test_values_that_no_layer_read_in_the_example_are_refused() -> None:
+    model = Unlike()
+    chain = Chain(model, lambda: model(tokens(2)[0], 0))
+    assert chain.carried.route([0, 3, 4, 6], 3) == [(0, 2)]
+    hidden = chain.run(0, 3, lambda: model(tokens(2)[0], 0))
+    assert len(hidden) == 2 * 2 * 5 * 10  # for the next chunk, and for the last
+    said = r"after 3 blocks reads the result of 'blocks\.0', which it does not read in the example"
+    with pytest.raises(BatchError, match=said):
+        chain.run(3, 4, lambda: model(tokens(2)[0], 1), hidden[:100])
+    chain.run(3, 4, lambda: model(tokens(2)[0], 0), hidden[:100])
 
 
 class Outside(nn.Module):

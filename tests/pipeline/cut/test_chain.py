@@ -26,6 +26,7 @@ from torch.nn import functional as F
 
 from zeroshard.errors import ModelError, PlanError
 from zeroshard.pipeline.cut.chain import Chain
+from zeroshard.pipeline.cut.check import refuse_last_hook
 from zeroshard.train.gpt import GPT
 from zeroshard.train.sizes import GPTConfig
 from zeroshard.units.forwards import insert
@@ -133,7 +134,22 @@ def test_hooks_around_a_cut_see_what_they_see_in_the_whole() -> None:
     chain = check_all_cuts(model, (tokens(2), tokens(3)))
     chain.model.blocks[-1].register_full_backward_hook(lambda module, grads, outputs: None)
     with pytest.raises(ModelError, match=r"has a full backward hook, and the next stage has only what comes after"):
-        in_parts(chain, tokens(2), chain.model, [0, len(chain.layers) - 1])
+        refuse_last_hook(chain.layers, [0, len(chain.layers) - 1])
+    refuse_last_hook(chain.layers, [0, len(chain.layers) - 2])
+
+
+class Batched(Plain):
+    """The code around the blocks maps one over the rows."""
+
+    def body(self, x: Tensor, step: int) -> Tensor:
+        mapped: Tensor = torch.vmap(self.blocks[1])(self.blocks[0](x))
+        return self.blocks[2](mapped)
+
+
+def test_blocks_inside_of_a_transform_are_refused() -> None:
+    model = Batched()
+    with pytest.raises(ModelError, match=r"'blocks\.1' runs inside of torch\.vmap, torch\.func\.jvp or another"):
+        Chain(model, lambda: model(*tokens(2)))
 
 
 def test_hooks_of_a_block_that_is_passed_over_run_once() -> None:

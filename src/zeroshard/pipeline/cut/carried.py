@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import SUPPORTED_NODES, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from zeroshard.errors import BatchError
 from zeroshard.pipeline.cut.layers import Layer
@@ -154,7 +154,7 @@ class _FrameFunctions(TorchFunctionMode):
         """Enter the leaves of an output; returns it with the leaves that take their places."""
         if isinstance(output, Tensor):
             return self.made(ReturnedValue(path, call, 0), output)
-        if not isinstance(output, (tuple, list, dict)):
+        if not isinstance(output, (tuple, list, dict)) and type(output) not in SUPPORTED_NODES:
             return output
         leaves, spec = tree_flatten(output)
         new = [self.made(ReturnedValue(path, call, n), leaf) for n, leaf in enumerate(leaves)]
@@ -360,7 +360,9 @@ class Passing(_FrameFunctions):
         Raises:
             BatchError: the layer did not read this value in the example, so no message brings it.
         """
-        for leaf in tree_leaves(tree) if self._absent and self.phase >= self._first else ():
+        if not self._absent or not self._first <= self.phase < self._last:
+            return
+        for leaf in tree_leaves(tree):
             found, key = self._absent.get(id(leaf), (None, None))
             if found is not None and key is not None and found() is leaf:
                 raise BatchError(

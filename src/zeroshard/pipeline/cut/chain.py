@@ -330,19 +330,10 @@ class Chain:
         """Enter and leave blocks with full backward hooks before torch wraps their arguments.
 
         torch passes such a hook the gradient of the arguments as they are before the forward.
-
-        Raises:
-            ModelError: the last block has such a hook, and its output goes to another stage.
         """
         with ExitStack() as undo:
             for gate in (gate for gate in self._gates if gate.module._backward_hooks):
                 number = next(iter(self._numbers.get(gate.module, ())), None)
-                if number == self.blocks and self.blocks + 1 in (first, last) and torch.is_grad_enabled():
-                    raise ModelError(
-                        f"The block {gate.path!r} has a full backward hook, and the next stage has only what comes "
-                        f"after the blocks. Cut before an earlier block (pipeline_parallel.split), or register the "
-                        f"hook on a module inside of the block."
-                    )
                 if number in (first, last):
                     hook = partial(self._enter_early, gate, number == last)
                     handle = gate.module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)

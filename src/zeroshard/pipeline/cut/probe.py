@@ -26,6 +26,7 @@ from zeroshard.pipeline.cut.gates import Gate, activation_at, open_up, place_of_
 from zeroshard.pipeline.cut.origins import Origins, tensors_among
 from zeroshard.pipeline.cut.placeholders import Placeholders, shapes_of, stand_in_for, without_hooks
 from zeroshard.platform import accelerator
+from zeroshard.units.hooks import transforming
 
 STD = 0.02  # of random weights
 Site = tuple[nn.Module, str]
@@ -79,7 +80,17 @@ class Probe:
         self._apart = False
 
     def enter(self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a module and record it."""
+        """Run a module and record it.
+
+        Raises:
+            ModelError: a stage could not hand on the tensors of a transform.
+        """
+        if transforming() and self.origins.running is None:
+            raise ModelError(
+                f"{gate.path!r} runs inside of torch.vmap, torch.func.jvp or another transform of the code around the "
+                f"blocks, whose tensors a stage cannot hand on. Use the transform inside of the block, or use "
+                f"pipeline_parallel=1."
+            )
         with self.learned.inside():
             return self._enter(gate, args, kwargs)
 

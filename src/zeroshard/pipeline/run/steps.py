@@ -15,6 +15,7 @@ from zeroshard.comm.collectives import Comm, Purpose
 from zeroshard.errors import PlanError
 from zeroshard.parts.part import Parts
 from zeroshard.pipeline.cut.bypass import NUMBERS, SentValues
+from zeroshard.pipeline.cut.check import refuse_last_hook
 from zeroshard.pipeline.cut.origins import ReturnedValue
 from zeroshard.pipeline.run.executor import Executor, Microbatch
 from zeroshard.pipeline.run.messages import Boundary
@@ -136,6 +137,7 @@ class PipelineOrder(StepOrder):
         """One step on this data rank's batch; returns the mean loss on ranks that have it, else None."""
         stage, executor, scope = self.stage, self.executor, self._scope
         pipeline, rank = stage.pipeline, stage.rank
+        refuse_last_hook(stage.chain.layers, stage.firsts)
         parts = uneven_microbatches(batch, pipeline.microbatches)
         base = self.fed * pipeline.microbatches if pipeline.streams else 0
         own = stage.number  # the first of this rank's chunks
