@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from predictions import GIB, later, piped, prediction, refusal
 from rich.console import Console
+from rich.spinner import Spinner
 
 from zeroshard.cli import plan as plan_command
 from zeroshard.cli.plan import described_task, run_plan
@@ -26,6 +27,7 @@ from zeroshard.planner.search.largest import Largest, Member
 from zeroshard.report.plan_page import write_plan
 from zeroshard.report.plan_text import memory_picture, timeline_picture
 from zeroshard.train.config import TrainConfig
+from zeroshard.train.planning import beside_spinner
 from zeroshard.train.toml_config import load_toml
 from zeroshard.zero.byte_formulas import state_bytes
 
@@ -502,3 +504,12 @@ def test_formulas_are_those_of_the_paper(option: str, capsys: pytest.CaptureFixt
     assert [f"{nbytes / 1e9:.2f}" for nbytes in found] == ["120.00", "31.41", "16.64", "1.88"]
     run_plan(*read_question(["--params", "7.5e9", option, "64"], {}))
     assert "31.41" in capsys.readouterr().out
+
+
+def test_the_progress_is_one_line_of_any_terminal() -> None:
+    for width in (40, 60, 140):
+        console = Console(width=width, force_terminal=True, file=io.StringIO())
+        spinner = Spinner(
+            "dots", text=beside_spinner("Rehearsing 4/7 plans, about 9 s left: " + "2 stages, " * 20, width)
+        )
+        assert len(console.render_lines(spinner)) == 1

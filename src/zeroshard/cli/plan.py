@@ -12,7 +12,6 @@ from typing import Any
 
 import tomli_w
 from rich.console import Console
-from rich.text import Text
 
 from zeroshard.cli.plan_answer import answer_lines, differing, job_of, listed
 from zeroshard.cli.plan_json import Layers, as_json
@@ -50,6 +49,7 @@ from zeroshard.text import format_bytes
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.family import SOURCE, default_plans, largest_table
 from zeroshard.train.option_values import NONE
+from zeroshard.train.planning import beside_spinner
 from zeroshard.train.sizes import SIZES
 from zeroshard.train.task import language_task, own_task, with_cheaper
 from zeroshard.zero.byte_formulas import state_bytes
@@ -57,7 +57,6 @@ from zeroshard.zero.byte_formulas import state_bytes
 FILE_COLUMNS = 120
 WIDEST = 120  # of a picture
 CURVES = 128  # blocks times microbatches of all plans of the page whose blocks are all rehearsed
-SPINNER = 2  # columns before a status
 BETWEEN_LINES = 10.0  # seconds, without a terminal
 
 
@@ -307,7 +306,7 @@ def _status(now: Callable[[], float] = time.monotonic) -> Iterator[Callable[[str
     console = Console(stderr=True, highlight=False, markup=False)
     if console.is_terminal:
         with console.status("Rehearsing") as status:
-            yield lambda text: status.update(_cut(f"Rehearsing {text}", console.width - SPINNER))
+            yield lambda text: status.update(beside_spinner(f"Rehearsing {text}", console.width))
         return
     last = now()
 
@@ -318,13 +317,6 @@ def _status(now: Callable[[], float] = time.monotonic) -> Iterator[Callable[[str
             console.print(f"Rehearsing {text}", soft_wrap=True)
 
     yield say
-
-
-def _cut(line: str, width: int) -> Text:
-    """The line within so many columns; a status would wrap it."""
-    text = Text(line)
-    text.truncate(width, overflow="ellipsis")
-    return text
 
 
 def _console(stderr: bool = False) -> Console:

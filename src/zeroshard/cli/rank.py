@@ -178,7 +178,8 @@ def _print_summary(summary: dict[str, Any], console: Console, tables: bool) -> N
     skipped = f", {summary['skipped']} skipped" if summary["skipped"] else ""
     lines = {
         "run": f"{summary['title']}: {summary['parameters']:,} parameters, zero {plan['zero']}, {stages}"
-        f"{summary['world_size']} ranks, {summary['steps']} steps in {summary['seconds']:.0f} s{skipped}",
+        f"{_count(summary['world_size'], 'rank')}, {_count(summary['steps'], 'step')} in {summary['seconds']:.0f} s"
+        f"{skipped}",
         "train": f"{summary['train_bits_per_byte']:.3f} bits per byte (mean of the last 50 steps)",
         "validation": f"{summary['validation_bits_per_byte']:.3f} bits per byte on held-out text",
         "speed": _speed(summary["speed"]),
@@ -234,3 +235,7 @@ def _traffic_table(rows: list[dict[str, Any]]) -> Table:
         measured = (f"{row[k]:,}" for k in ("measured_elements", "padding_elements", "sent_bytes", "calls"))
         table.add_row(row["purpose"], planned, *measured)
     return table
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}{'s' * (number != 1)}"

@@ -31,6 +31,15 @@ from zeroshard.train.option_names import in_options
 from zeroshard.train.task import language_task
 from zeroshard.train.toml_config import load_toml
 
+SPINNER = 3  # columns of a spinner and of the spaces around it
+
+
+def beside_spinner(text: str, width: int) -> Text:
+    """A text that fits into one line of a terminal behind a spinner, which would wrap a longer one."""
+    line = Text(text)
+    line.truncate(width - SPINNER, overflow="ellipsis")
+    return line
+
 
 @dataclass(frozen=True)
 class Outlook:
@@ -67,7 +76,7 @@ def plan_ahead(config: TrainConfig, mesh: Mesh, profile: Path | None = None) -> 
     with Console(stderr=True, quiet=mesh.rank != 0).status("Planning") as status:
 
         def show(text: str) -> None:
-            status.update(Text(f"Planning: {text}", no_wrap=True, overflow="ellipsis"))
+            status.update(beside_spinner(f"Planning: {text}", status.console.width))
 
         answer = on_rank_zero(mesh, partial(_answer, config, mesh, profile), "planning", show)
     if mesh.rank == 0:
