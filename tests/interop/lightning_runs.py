@@ -147,6 +147,15 @@ class Gan(lightning.LightningModule):
         return made, [torch.optim.lr_scheduler.StepLR(each, 3, 0.5) for each in made]
 
 
+class Halves(Gan):
+    """One optimizer has all biases, and the other all matrices, of the same layers."""
+
+    def configure_optimizers(self) -> Any:
+        halves = [[p for p in self.parameters() if p.ndim == n] for n in (1, 2)]
+        made = [torch.optim.AdamW(half, lr=1e-2) for half in halves]
+        return made, [torch.optim.lr_scheduler.StepLR(each, 3, 0.5) for each in made]
+
+
 class Rows:
     """A loader of this rank's rows that goes on from its state, which Lightning asks for in the middle of an epoch.
 
@@ -312,13 +321,13 @@ def turns(folder: Path, found: dict[str, Any], whole: bool) -> None:
         torch.optim.SGD(made.parameters(), 0.1),
         torch.optim.SGD([made.judge.bias], 0.1),
     ]
-    halves = Gan()
-    halves.configure_optimizers = lambda: [
-        torch.optim.SGD([p for p in halves.parameters() if p.ndim == n], 0.1) for n in (1, 2)
-    ]
+    found["turns of halves"] = (
+        fit(folder, zs.Plan(zero=2, offload="optimizer"), Halves(), **settings)[2],
+        alone(folder, Halves(), **settings)[1],
+    )
     found["turns refused"] = [
         error_of(lambda: fit(folder, zs.Plan(), made, **settings)),
-        error_of(lambda: fit(folder, zs.Plan(zero=3), halves, **settings)),
+        error_of(lambda: fit(folder, zs.Plan(zero=3), Halves(), **settings)),
         error_of(lambda: fit(folder, zs.Plan(zero=3), Gan(True), **settings)),
         error_of(lambda: fit(folder, zs.Plan(precision="fp16"), Gan(), **settings)),
         error_of(lambda: trainer.strategy.engine),
@@ -431,10 +440,13 @@ def main(folder: Path, whole: bool) -> None:
     found["loaded"] = (loaded.state_dict(), first.strategy.lightning_module_state_dict())
     found["files"] = sorted(path.name for path in folder.iterdir() if "ckpt" in path.name)
 
+    unmade = Module()
+    unmade.configure_optimizers = lambda: None  # type: ignore[method-assign]
     found["errors"] = [
         error_of(lambda: ZeroshardStrategy(zs.Plan(microbatches=2))),
         error_of(lambda: fit(folder, zs.Plan(), Module(optimizers=2, manual=True), gradient_clip_val=None)),
         error_of(lambda: first.fit(Module(), loader())),
+        error_of(lambda: fit(folder, zs.Plan(), unmade)),
     ]
     if trainer.global_rank == 0:
         torch.save(found, folder / "found.pt")

@@ -109,6 +109,11 @@ def assert_same_weights(mine: dict[str, Tensor], wanted: dict[str, Tensor]) -> N
         torch.testing.assert_close(mine[name], values, rtol=1e-5, atol=1e-6, msg=name)
 
 
+def test_optimizers_of_parameters_of_the_same_layers(found: dict[str, Any]) -> None:
+    """Whose values arrive from the host in the same operation."""
+    assert_same_weights(*found["turns of halves"])
+
+
 def test_optimizers_by_turns_in_bf16(found: dict[str, Any]) -> None:
     losses = found["turns in bf16"]
     assert len(losses) == 8 and all(0 < loss < 2 for loss in losses) and losses[0] != losses[-1]
@@ -202,7 +207,8 @@ def test_a_run_goes_on_on_another_number_of_ranks(found: dict[str, Any], tmp_pat
 
 
 def test_what_is_refused(found: dict[str, Any]) -> None:
-    microbatches, optimizers, second = found["errors"]
+    microbatches, optimizers, second, none = found["errors"]
+    assert none.startswith("OptimizerError: configure_optimizers gave no optimizer")
     assert microbatches.startswith("PlanError: pipeline_parallel=1 and microbatches=2 are for engine.train_step")
     assert optimizers.startswith("OptimizerError: 'model.first.weight' is in the optimizers 0 and 1")
     assert second.startswith("PlanError: The engine of the first fit still holds the module")

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.plugins import LayerSync, Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -166,7 +167,7 @@ class ZeroshardStrategy(DDPStrategy):
         module = self.lightning_module
         self.accelerator.setup(trainer)
         self.setup_optimizers(trainer)
-        if not self.optimizers:
+        if not self.optimizers or isinstance(self.optimizers[0], _MockOptimizer):
             raise OptimizerError(
                 "configure_optimizers gave no optimizer, and a fit under an engine needs one. Return an optimizer over "
                 "the module's parameters."

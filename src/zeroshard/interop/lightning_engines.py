@@ -251,10 +251,12 @@ class _Divided:
 
     def place_rest(self, device: torch.device, precision: Precision) -> None:
         """Bring the rest, and buffers that are not saved, to a device; beside 16-bit parts it takes inputs in fp32."""
+        dtype = precision.compute
+        whole = Precision(None if dtype is None else torch.float32)
         for item in self.rest.values():
             if isinstance(item, nn.Module):
                 item.to(device)
-                _cast_inputs(item, Precision({None: None}.get(precision.compute, torch.float32)))
+                _cast_inputs(item, whole)
             elif isinstance(item, nn.Parameter):
                 item.data = item.data.to(device)
         kept = {id(each) for members in self.members for member in members.values() for each in _modules(member)}
