@@ -90,6 +90,12 @@ def test_refusals_name_the_argument_and_the_way_out(tmp_path: Path, name: str) -
     assert way_out in str(caught.value)
 
 
+@pytest.mark.parametrize("optimizer", ["adamw_torch_8bit", "adamw_torch_4bit", "adalomo"])
+def test_optimizers_whose_steps_are_no_steps_of_slices(tmp_path: Path, optimizer: str) -> None:
+    with pytest.raises(ConfigError, match=f"{optimizer}.* is not carried out by an engine: .*take adamw_torch"):
+        plan_of(made(tmp_path, optim=optimizer), zs.Plan(zero=2))
+
+
 def test_a_field_of_a_newer_version_is_refused_once_it_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(FIELDS, "data_seed")
     plan_of(made(tmp_path), None)

@@ -19,7 +19,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, engine: Engine) -> None:
-        super().__init__(engine.optimizer.param_groups, {})
+        super().__init__(engine.optimizer.param_groups, engine.optimizer.defaults)
         self.param_groups = engine.optimizer.param_groups  # the list too, which may get new groups
         self.engine = engine
         self.result: StepResult | None = None

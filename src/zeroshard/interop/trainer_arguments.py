@@ -40,7 +40,7 @@ def _all(fate: Source, text: str, *names: str) -> dict[str, Field]:
     return dict.fromkeys(names, Field(fate, text))
 
 
-_LAYERWISE = ("lomo", "adalomo", "layerwise")
+_UNSLICED = ("lomo", "adalomo", "layerwise", "torch_8bit", "torch_4bit")  # the last two compile their own steps
 _EVALUATES = "the engine evaluates in the plan's precision: set bf16=True or fp16=True, and leave it out"
 _KNOWN_UNUSED = "the engine reduces gradients itself, and parameters without a gradient are left alone"
 # read by the trainers, as without an engine: of TrainingArguments,
@@ -90,8 +90,8 @@ FIELDS: Final[dict[str, Field]] = {
         "needless", "buffers stay those of each rank", refuses=lambda value, plan: bool(value)
     ),
     "optim": Field(
-        "trainer", "it updates inside of the backward; take adamw_torch or adafactor",
-        refuses=lambda value, plan: any(name in str(getattr(value, "value", value)) for name in _LAYERWISE),
+        "trainer", "it updates in the backward, or compiles its steps; take adamw_torch, adamw_8bit or adafactor",
+        refuses=lambda value, plan: any(name in str(getattr(value, "value", value)) for name in _UNSLICED),
     ),
     "sync_ref_model": Field(
         "trainer", "it reads weights outside of the model's forward, where they are absent; take zero=2",
