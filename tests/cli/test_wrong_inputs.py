@@ -25,6 +25,10 @@ WRONG = r"""
     train --zero three | --zero: 'three' is not one of 0, 1, 2, 3
     train --zero '' | --zero: '' is not one of 0, 1, 2, 3
     train --zero | --zero has no value; it needs one of 0, 1, 2, 3
+    train --data --steps 5 | --data has no value; it needs
+    evaluate runs --data | --data has no value; it needs
+    generate runs --prompt a --seed 9223372036854775808 | --seed is 9223372036854775808; it must be below 2^63
+    generate runs --prompt a --temperature nan | --temperature is nan; it must be 0 or more
     train --steps 0 | --steps is 0; it must be 1 or more
     train --steps -5 | --steps is -5; it must be 1 or more
     train --steps 1e3 | --steps: '1e3' is not a whole number

@@ -36,6 +36,8 @@ class GenerateOptions:
 
     def __post_init__(self) -> None:
         check_least(self, {"tokens": 1, "temperature": 0, "top_k": 1, "seed": 0})
+        if self.seed >= 2**63:
+            raise ConfigError(f"seed is {self.seed}; it must be below 2^63.")
         if not self.prompt:
             raise ConfigError("prompt is empty; generation needs at least one character to start from.")
 

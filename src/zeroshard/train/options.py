@@ -89,7 +89,8 @@ def _typed(argv: Sequence[str], options: Sequence[Option]) -> dict[tuple[str, ..
             for flag, value in zip(option.flags, (True, False), strict=True):
                 parser.add_argument(flag, dest=str(place), action="store_const", const=value)
         elif option.flags:
-            parser.add_argument(*option.flags, dest=str(place), nargs="*" if is_list(option.hint) else None)
+            empties = "*" if option.default not in ((), None) else "+"  # without words it empties a default alone
+            parser.add_argument(*option.flags, dest=str(place), nargs=empties if is_list(option.hint) else None)
     try:
         known, others = parser.parse_known_args([_dashed(word) for word in argv])
     except argparse.ArgumentError as error:

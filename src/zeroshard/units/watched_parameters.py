@@ -124,9 +124,7 @@ class Absent(WatchedParameter):
             watcher = cls.watcher()
             if func is Tensor.to and watcher is not None and any(args[0] is each for each in absent):
                 return _converted(watcher, args[0], args[1:], kwargs or {})
-            for kind in dict.fromkeys(
-                type(item) for item in absent
-            ):  # those of each engine, where an operation has several
+            for kind in dict.fromkeys(type(item) for item in absent):  # of each engine
                 own = kind.watcher()
                 if own is not None:
                     own.fetch([item for item in absent if type(item) is kind], reads)
