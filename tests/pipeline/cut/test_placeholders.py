@@ -37,6 +37,19 @@ def test_every_shape_and_mode_of_the_input_has_its_own() -> None:
     assert placeholder(module, torch.zeros(4, 3), placeholders=placeholders).shape == (4, 3)
 
 
+def test_a_recorded_call_is_followed_on_meta_only_after_a_cast() -> None:
+    module, placeholders, x, followed = nn.Linear(3, 5), Placeholders(), torch.zeros(2, 3), []
+
+    def forward(x: Tensor) -> Tensor:
+        followed.append(x.device.type)
+        return F.linear(x, module.weight, module.bias)
+
+    placeholders.record(module, (x,), {}, module(x))
+    for cast, expected in ((False, []), (True, ["meta"])):
+        placeholders.forget(cast)
+        assert placeholders.of(module, forward, (x,), {}).shape == (2, 5) and followed == expected
+
+
 def test_what_stands_around_tensors_stays() -> None:
     class Mixed(nn.Module):
         def forward(self, x: Tensor, *, scale: float) -> dict[str, Any]:
