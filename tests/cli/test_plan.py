@@ -61,6 +61,18 @@ def three():
 def fails():
     raise KeyError("what")
 
+def broken(rows):
+    return {"x": None, "y": None}
+
+def frozen():
+    return nn.Linear(1, 1).requires_grad_(False)
+
+class Lossless(nn.Linear):
+    def __init__(self):
+        super().__init__(64, 64)
+    def forward(self, x, y):
+        return super().forward(x)
+
 number = 3
 made = nn.Linear(1, 1)
 
@@ -304,11 +316,22 @@ def test_an_own_language_model_needs_no_batches(mine: str) -> None:
         ("nothing", "has no attribute 'nothing'"),
         ("Wide", "needs the arguments width; name a function without"),
         ("made", "is a module that is already made"),
+        ("frozen", "has no parameter to train"),
     ],
 )
 def test_own_models_that_cannot_be(mine: str, function: str, complaint: str) -> None:
     with pytest.raises(ModelError, match=complaint):
         described_task(PlanOptions(model=f"{mine}:{function}"), 1)
+
+
+def test_own_models_whose_steps_fail_end_in_a_sentence(mine: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--gpu", "A100-80", "--fresh", "--batch-of"]
+    with pytest.raises(ModelError, match=r"a step of mine.*:Net failed in a rehearsal \(TypeError: .*; mend the model"):
+        run_plan(*read_question(["--model", f"{mine}:Net", *words, f"{mine}:broken"], {}))
+    with pytest.raises(SystemExit):
+        run_plan(*read_question(["--model", f"{mine}:Lossless", *words, f"{mine}:batch"], {}))
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "without a scalar loss" in shown and "nearest ways" not in shown
 
 
 def test_a_file_is_a_model_and_its_batches(mine: str) -> None:

@@ -127,7 +127,14 @@ def test_a_configuration_too_small_for_the_run_is_refused(tmp_path: Path) -> Non
         build_model(spec, vocabulary=256, context=33)
 
 
-@pytest.mark.parametrize("config", [{}, {"model_type": "no-such-model"}, {"model_type": "t5"}])
+@pytest.mark.parametrize("kind", ["t5", "vit", "clip"])
+def test_models_for_other_tasks_are_left_to_code_of_the_user(tmp_path: Path, kind: str) -> None:
+    pytest.importorskip("transformers")
+    with pytest.raises(ModelError, match=r"config\.json configures no causal language model; make .* mine\.py:Net$"):
+        build_model(folder(tmp_path, {"model_type": kind}), vocabulary=256, context=32)
+
+
+@pytest.mark.parametrize("config", [{}, {"model_type": "no-such-model"}])
 def test_what_is_no_causal_language_model_is_refused(tmp_path: Path, config: dict[str, Any]) -> None:
     pytest.importorskip("transformers")
     with pytest.raises(ModelError, match=r"cannot build a causal language model from .*config\.json"):

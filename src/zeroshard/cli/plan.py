@@ -17,7 +17,7 @@ from zeroshard.cli.plan_answer import answer_lines, differing, job_of, listed
 from zeroshard.cli.plan_json import Layers, as_json
 from zeroshard.cli.plan_options import ROWS, SEQUENCE, PlanOptions, precision_for
 from zeroshard.doctor.hardware import Machines
-from zeroshard.errors import ConfigError
+from zeroshard.errors import ConfigError, ModelError, ZeroshardError
 from zeroshard.plan import Plan
 from zeroshard.planner.predict.cuts import boundaries_of
 from zeroshard.planner.predict.predict import predict, way_of
@@ -78,7 +78,7 @@ def run_plan(options: PlanOptions, machines: Machines | None) -> None:
     options = replace(options, precision=precision_for(options, machines))
     task, base = described_task(options, machines.count)
     title = f"{task.name}, {task.rows} rows of {task.sequence} tokens per step, on {machines}"
-    with _status() as say:
+    with _status() as say, _failures_of_own(options):
         found = search_once(
             task,
             machines,
@@ -298,6 +298,22 @@ def _print_estimates(title: str, found: Found) -> None:
     console.print(title)
     console.print(plans_table(found.best, console.width, "First estimates, best first; every plan is rehearsed now"))
     console.print()
+
+
+@contextmanager
+def _failures_of_own(options: PlanOptions) -> Iterator[None]:
+    """Raise `ModelError` for any exception of a model of the user's code, or of its batches, in a rehearsal."""
+    try:
+        yield
+    except ZeroshardError:
+        raise
+    except Exception as error:
+        if not options.own:
+            raise
+        raise ModelError(
+            f"a step of {options.model} failed in a rehearsal ({type(error).__name__}: {error}); mend the model, or "
+            f"the function that makes its batches, until a forward and a backward work"
+        ) from error
 
 
 @contextmanager

@@ -211,13 +211,26 @@ def _refusals(file: Path) -> Iterator[None]:
         yield
     except Exception as error:
         reason = str(error).partition("\n")[0].partition(". This could be")[0].rstrip(".")
+        if reason.startswith("Unrecognized configuration class"):
+            raise ModelError(_no_language_model(file)) from error
         raise ModelError(
             f"transformers cannot build a causal language model from {file}: {reason}; correct the configuration, or "
             f"update transformers"
         ) from error
 
 
+def _no_language_model(file: Path) -> str:
+    return (
+        f"{file} configures no causal language model; make the model by code of your own, whose forward returns the "
+        f"loss, and give that: mine.py or mine.py:Net"
+    )
+
+
 def _check_size(config: Any, file: Path, vocabulary: int, context: int) -> None:
+    with _refusals(file):
+        config = config.get_text_config()
+    if not hasattr(config, "vocab_size"):
+        raise ModelError(_no_language_model(file))
     if config.vocab_size < vocabulary:
         raise ModelError(
             f"the model of {file} has a vocabulary of {config.vocab_size} and the tokenizer one of {vocabulary}; "

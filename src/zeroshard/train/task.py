@@ -78,6 +78,8 @@ def own_task(config: TrainConfig, rows: int, batch_of: str | None = None) -> Tra
                 f"{config.model} returned {type(module).__name__}; it must return an nn.Module when it is called "
                 f"without arguments"
             )
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise ModelError(f"{config.model} has no parameter to train; make a model with some of requires_grad=True")
     hugging_face = takes_tokens(module) if batch_of is None else None
     if hugging_face is not None:
         built = BuiltModel(module, config.model, 0, hugging_face)

@@ -105,7 +105,7 @@ def boundaries_of(task: TrainingTask, plan: Plan) -> list[str]:
     Raises:
         ModelError: the model cannot be cut.
     """
-    with fakes(), quiet():
+    with fakes() as mode, quiet(), Tracker(answers=True, results=Results(mode)):
         chain, _ = _chain(task.build(), task, 1)
     firsts, stages = [0, *map(chain.number, plan.pipeline.split), len(chain.layers)], plan.pipeline.stages
     chain.carried.route(firsts, stages)

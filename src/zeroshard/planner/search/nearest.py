@@ -8,7 +8,7 @@ from zeroshard.plan import Plan
 from zeroshard.planner.choices import choices_of
 from zeroshard.planner.predict.predict import predict
 from zeroshard.planner.predict.rehearse import TrainingTask
-from zeroshard.planner.predict.result import MARGIN, Prediction
+from zeroshard.planner.predict.result import MARGIN, Prediction, Refusal
 from zeroshard.planner.predict.states import Sizes, least_bytes, states_of
 from zeroshard.planner.search.text import short
 from zeroshard.text import format_bytes
@@ -18,13 +18,21 @@ STREAMED = {"zero": 3, "offload": "optimizer,parameters", "activations.recompute
 
 
 def nearest_ways(
-    task: TrainingTask, base: Plan, machines: Machines, sizes: Sizes, seen: Sequence[Prediction]
+    task: TrainingTask,
+    base: Plan,
+    machines: Machines,
+    sizes: Sizes,
+    seen: Sequence[Prediction],
+    refused: Sequence[Refusal] = (),
 ) -> Iterator[str]:
     """Sentences: more host memory, and more devices, as far as each would do; or more rows, where no plan has enough.
 
     Args:
         seen: all rehearsed plans.
+        refused: those that are refused; no way is near where the engine refuses the task.
     """
+    if not seen and any(one.batch and not one.way_out and one.prediction is None for one in refused):
+        return
     if not seen and task.rows % machines.count:
         more = -(-task.rows // machines.count) * machines.count
         yield f"{more} rows of one step (--global-batch {more}), or another multiple of {machines.count}."

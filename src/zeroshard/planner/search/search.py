@@ -387,9 +387,8 @@ class _Search:
     def ways(self) -> tuple[str, ...]:
         """The nearest ways to train the job; none for a task that no plan can train."""
         try:
-            return tuple(
-                nearest_ways(self.task, self.base, self.machines, self._excluding.sizes, [*self._seen.values()])
-            )
+            sizes, seen = self._excluding.sizes, [*self._seen.values()]
+            return tuple(nearest_ways(self.task, self.base, self.machines, sizes, seen, self.refused))
         except ZeroshardError:
             return ()
 
