@@ -29,7 +29,7 @@ def answer_lines(found: Found, task: TrainingTask, machines: Machines, options: 
         elif not options.own:
             yield f"  {option_line(best, task, options)}"
         yield f"  {python_line(best.plan)}"
-    if found.ways or not found.best:
+    if found.ways:
         yield "The nearest ways to train every weight:" if found.best else "The nearest ways:"
         yield from (f"  {number}. {way}" for number, way in enumerate(found.ways, 1))
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import zeroshard as zs
+from zeroshard.errors import ModelError
 from zeroshard.planner.predict.adapters import AdaptedLinear, AdapterName, PackedLinear, put_adapters
 from zeroshard.planner.predict.predict import predict
 from zeroshard.planner.predict.rehearse import TrainingTask
@@ -83,3 +84,8 @@ def test_a_packed_layer_takes_half_a_byte_for_a_weight_and_keeps_nothing_else() 
         packed(x).sum().backward()
     assert x.grad is not None and x.grad.shape == x.shape
     assert [t.dtype for t in kept] == [torch.uint8]
+
+
+def test_a_model_without_linear_layers_is_refused() -> None:
+    with pytest.raises(ModelError, match="Conv1d has no linear layers besides its output layer"):
+        put_adapters(nn.Conv1d(3, 3, 1), "lora", 16)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from zeroshard.errors import ModelError
 from zeroshard.units.token_layers import output_layer
 
 AdapterName = Literal["lora", "qlora"]
@@ -22,12 +23,21 @@ TRANSPOSED = "Conv1D"  # of transformers, whose weight is [inputs, outputs]
 
 
 def put_adapters(model: nn.Module, name: AdapterName, rank: int) -> nn.Module:
-    """Freeze a model, and put adapters beside its linear layers, its output layer aside, in place."""
+    """Freeze a model, and put adapters beside its linear layers, its output layer aside, in place.
+
+    Raises:
+        ModelError: it has no such layers.
+    """
     model.requires_grad_(False)
     for parent in list(model.modules()):
         for path, layer in list(parent.named_children()):
             if _is_plain(layer) and layer is not output_layer(model):
                 setattr(parent, path, AdaptedLinear(layer, rank, packs=name == "qlora"))
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ModelError(
+            f"{type(model).__name__} has no linear layers besides its output layer, and adapters lie beside those; "
+            f"train its weights, without adapters."
+        )
     return model
 
 

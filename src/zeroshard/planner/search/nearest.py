@@ -31,11 +31,11 @@ def nearest_ways(
         seen: all rehearsed plans.
         refused: those that are refused; no way is near where the engine refuses the task.
     """
-    if not seen and any(one.batch and not one.way_out and one.prediction is None for one in refused):
-        return
     if not seen and task.rows % machines.count:
         more = -(-task.rows // machines.count) * machines.count
         yield f"{more} rows of one step (--global-batch {more}), or another multiple of {machines.count}."
+        return
+    if refused and not seen and not any(one.way_out for one in refused):
         return
     beside = min((_beside_states(one) for one in seen), default=0)
     room = int(machines.device.capacity_bytes * (1 - MARGIN)) - beside

@@ -271,10 +271,11 @@ class _Search:
         if self.fitting:
             return
         tasks = [with_adapters(self.task, name) for name in NAMES]
-        for task in tasks:
-            self.try_other(task)
-        if not self.fitting:
-            self.try_other(tasks[0], resorts=True)
+        with suppress(ZeroshardError):  # for a model without layers that take them
+            for task in tasks:
+                self.try_other(task)
+            if not self.fitting:
+                self.try_other(tasks[0], resorts=True)
 
     def estimates(self, shapes: Sequence[Shape]) -> list[Prediction]:
         """The first estimate of each shape that is expected to fit, the fastest first; the search starts from them."""
