@@ -377,6 +377,28 @@ def test_results_taken_out_of_blocks_that_need_values() -> None:
     assert check_all_cuts(DispatchedLoss(), (tokens(2), tokens(2))).carried.needed
 
 
+class InDict(nn.Module):
+    """As nanoGPT has it: embeddings, blocks and a norm in one ModuleDict, and an output layer with tied weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = nn.ModuleList([nn.TransformerEncoderLayer(8, 2, 12, 0.0, batch_first=True) for _ in range(3)])
+        made = {"wte": nn.Embedding(13, 8), "wpe": nn.Embedding(6, 8), "h": layers, "ln_f": nn.LayerNorm(8)}
+        self.transformer, self.lm_head = nn.ModuleDict(made), nn.Linear(8, 13, bias=False)
+        self.transformer.wte.weight = self.lm_head.weight
+
+    def forward(self, tokens: Tensor, step: int = 0) -> Tensor:
+        x = self.transformer.wte(tokens) + self.transformer.wpe(torch.arange(tokens.shape[1]))
+        for block in self.transformer.h:
+            x = block(x)
+        return F.cross_entropy(self.lm_head(self.transformer.ln_f(x)).flatten(0, 1), tokens.flatten())
+
+
+def test_embeddings_beside_a_list_of_blocks_are_no_blocks() -> None:
+    chain = check_all_cuts(InDict(), (tokens(2), tokens(3)))
+    assert [layer.name for layer in chain.layers[1:-1]] == [f"transformer.h.{number}" for number in range(3)]
+
+
 class Kept(nn.Module):
     """A block that keeps a tensor as an attribute, which a later block reads."""
 

@@ -420,12 +420,13 @@ class Switching(Plain):
 @pytest.mark.parametrize(
     "order, said",
     [
-        ("021", "'blocks.2' ran after 'blocks.0', which is not the order of the example; the blocks of a chain must "
-         "run in one order for every microbatch."),
+        ("021", "'blocks.2' ran after 'blocks.0', which is not the order of the example; all blocks of a chain must "
+         "run for every microbatch, in one order; with blocks that are skipped at random set the rate of that "
+         "(layerdrop) to 0, or use pipeline_parallel=1."),
         ("02", "'blocks.2' ran after 'blocks.0', which is not"),
         ("0012", "'blocks.0' ran after 'blocks.0', which is not"),
         ("01", "The forward ended before 'blocks.2' ran, which runs in the example; all blocks of a chain must run for "
-         "every microbatch."),
+         "every microbatch, in one order;"),
     ],
 )  # fmt: skip
 def test_another_order_than_in_the_example_is_refused(order: str, said: str) -> None:

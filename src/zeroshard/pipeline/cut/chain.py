@@ -33,11 +33,13 @@ from zeroshard.pipeline.cut.carried import Carried, Passing, packed
 from zeroshard.pipeline.cut.check import GraphCheck, hint_of
 from zeroshard.pipeline.cut.gates import Gate, activation_at, with_activation
 from zeroshard.pipeline.cut.layers import (
+    ALL_RUN,
     BufferLayers,
     Layer,
     blocks_of,
     is_absent,
     is_gated,
+    not_run,
     refuse_mixture,
     runs_in,
 )
@@ -188,8 +190,8 @@ class Chain:
             self._passage = None
         if passage.phase < min(last, self.blocks + 1):
             raise ModelError(
-                f"The forward ended before {self.layers[passage.phase + 1].name!r} ran, which runs in the example; all "
-                f"blocks of a chain must run for every microbatch."
+                f"The forward ended before {self.layers[passage.phase + 1].name!r} ran, which runs in the example; "
+                f"{ALL_RUN}."
             )
         return output
 
@@ -247,7 +249,7 @@ class Chain:
         if number != passage.phase + 1:
             raise ModelError(
                 f"{self.layers[number].name!r} ran after {self.layers[passage.phase].name!r}, which is not the order "
-                f"of the example; the blocks of a chain must run in one order for every microbatch."
+                f"of the example; {ALL_RUN}."
             )
         passage.begin(number)
         if number == passage.last:
@@ -401,10 +403,7 @@ class Chain:
             probe, output = self._run_probe(stack, forward, device, calls)
             missing = [self._paths[block] for block in self._numbers if block not in probe.order]
             if missing:
-                raise ModelError(
-                    f"The block {missing[0]!r} did not run in a forward of the example; name the blocks of "
-                    f"the chain with units=(...)."
-                )
+                raise not_run(missing[0])
             layers = self._layers_of(probe, names)
             self._overwritten = {n + 1 for n, entered in enumerate(probe.entered) if entered._version}
             for gate, returned, version in probe.returned.values():

@@ -10,6 +10,11 @@ from zeroshard.errors import ModelError
 from zeroshard.units import find_units
 from zeroshard.units.watched_parameters import Absent
 
+ALL_RUN = (
+    "all blocks of a chain must run for every microbatch, in one order; with blocks that are skipped at random set the "
+    "rate of that (layerdrop) to 0, or use pipeline_parallel=1"
+)
+
 
 @dataclass(slots=True, eq=False)
 class Layer:
@@ -33,6 +38,14 @@ class BufferLayers(NamedTuple):
     read: set[int]
 
 
+def not_run(path: str) -> ModelError:
+    """The error of a block that the example does not run."""
+    return ModelError(
+        f"The block {path!r} did not run in a forward of the example; name the blocks of the chain with units=(...). "
+        f"{ALL_RUN[0].upper()}{ALL_RUN[1:]}."
+    )
+
+
 def refuse_mixture(model: nn.Module) -> None:
     """Refuse a model that is partly on the meta device.
 
@@ -48,7 +61,7 @@ def refuse_mixture(model: nn.Module) -> None:
 
 
 def blocks_of(model: nn.Module, wanted: Sequence[str] | None) -> list[nn.Module]:
-    """The blocks of a model: those named, the children of a `Sequential`, or the repeated ones.
+    """The blocks of a model: those named, the children of a `Sequential`, or the repeated ones without embeddings.
 
     Raises:
         ModelError: there are none.
@@ -56,6 +69,8 @@ def blocks_of(model: nn.Module, wanted: Sequence[str] | None) -> list[nn.Module]
     if wanted is None and isinstance(model, nn.Sequential):
         return list(dict.fromkeys(model.children()))
     found = [unit.module for unit in find_units(model, wanted) if unit.name]
+    if wanted is None:  # an embedding takes no activation; nanoGPT has both of its own beside the list of blocks
+        found = [block for block in found if not isinstance(block, (nn.Embedding, nn.EmbeddingBag))] or found
     while any(isinstance(block, nn.ModuleList) for block in found):  # lists are not called
         found = [each for block in found for each in (block if isinstance(block, nn.ModuleList) else [block])]
     if not found and wanted is None:  # one block that runs several times stands in a list of its own
