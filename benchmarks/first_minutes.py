@@ -15,9 +15,9 @@ started, which over the number of cores are the least that a quiet machine takes
 """
 
 import argparse
+import contextlib
 import os
 import re
-import resource
 import shutil
 import subprocess
 import sys
@@ -27,10 +27,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 from ranks import circumstances, keep, launched_path
 
 ROOT = Path(__file__).parents[1]
 BAR = 300.0  # seconds
+POLL = 0.2  # seconds between two readings of CPU time; processes that live shorter are missed
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 SECTION = re.compile(r"^## Your own loop\n.*?```python\n(.*?)```\n.*?```sh\n(.*?)\n```", re.MULTILINE | re.DOTALL)
 
@@ -46,22 +48,33 @@ class Steps:
 
     def run(self, name: str, words: Sequence[str], folder: Path | None = None) -> str:
         """What a command prints; the script ends with its output where it fails."""
-        began, busy = time.perf_counter(), _children()
-        done = subprocess.run(
-            words, cwd=folder or self.folder, env=self.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        self.seconds[name], self.cpu_seconds[name] = time.perf_counter() - began, _children() - busy
+        began, busy = time.perf_counter(), {}
+        with tempfile.TemporaryFile("w+") as output:
+            process = subprocess.Popen(
+                words, cwd=folder or self.folder, env=self.env, stdout=output, stderr=subprocess.STDOUT
+            )
+            tree = psutil.Process(process.pid)
+            while process.poll() is None:
+                busy |= _cpu_seconds(tree)
+                time.sleep(POLL)
+            output.seek(0)
+            said = output.read()
+        self.seconds[name], self.cpu_seconds[name] = time.perf_counter() - began, sum(busy.values())
         spent = f"{self.seconds[name]:8.1f} s {self.cpu_seconds[name]:8.1f} CPU s"
         print(f"{spent}  {name}: {' '.join(map(str, words))}", flush=True)
-        if done.returncode:
-            sys.exit(f"{name} failed:\n{done.stdout[-3000:]}")
-        return done.stdout
+        if process.returncode:
+            sys.exit(f"{name} failed:\n{said[-3000:]}")
+        return said
 
 
-def _children() -> float:
-    """CPU seconds of all processes that this one has waited for, and of those that they have waited for."""
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
+def _cpu_seconds(tree: psutil.Process) -> dict[int, float]:
+    """User and system time so far of a process and of all that it started and that still run, by process."""
+    found = {}
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for process in [tree, *tree.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found[process.pid] = sum(process.cpu_times()[:2])
+    return found
 
 
 def quickstart() -> tuple[str, str]:
