@@ -252,7 +252,7 @@ def read_early(argv: Sequence[str]) -> None:
     if argv[0] == "checkpoint":
         _check_paths(*read_checkpoint_action(argv[1:]))
     elif argv[0] in EARLY:
-        options = parse(EARLY[argv[0]], argv[1:], f"zeroshard {argv[0]}")
+        options: Any = parse(EARLY[argv[0]], argv[1:], f"zeroshard {argv[0]}")
         if isinstance(options, ExportOptions):
             check_checkpoint(options.path)
         elif isinstance(options, DoctorOptions) and not options.disk.is_dir():
