@@ -1,7 +1,7 @@
 """Whole parameters on every rank, for reads and writes (`engine.gathered()`), and copies of them for state dicts."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from zeroshard.access.writes import Writes
 from zeroshard.comm.collectives import Comm
-from zeroshard.errors import PlanError
+from zeroshard.errors import CommError, PlanError
 from zeroshard.parts.part import LateUpdates, Part, Parts
 from zeroshard.parts.place import Axis, Piece, Split
 from zeroshard.parts.weights import Gatherer
@@ -58,17 +58,28 @@ class Editing:
                 part.edits = part.flat.edits
             self._world.agree(b"", "weights are copied")  # no rank writes before all have copied
             self._writes.allowed = True
-            keep = True
+            keep, broke = True, False
             try:
                 yield
                 keep = False
                 self._make_alike(writer)
                 keep = True
+            except Exception:
+                broke = keep and any(part.flat.edits != part.edits for part in parts)
+                raise
             finally:  # writes before an exception of the user are kept too
                 self._writes.allowed = False
                 for part in parts:
                     part.keep_what_was_written() if keep else part.weights.end_edit(keep=False)
+                if broke:
+                    self._end_broken()
         self._world.agree(b"", "edited weights are in place")
+
+    def _end_broken(self) -> None:
+        """Wait, after an exception of the user, for the writes of all ranks into common memory; a collective call."""
+        self._late.forget()  # updates that began from the old weights
+        with suppress(CommError):  # of ranks without an exception
+            self._world.agree(b"", "an exception inside of gathered()")
 
     def _make_alike(self, writer: int | None) -> None:
         """Make the values of all ranks equal wherever one of them wrote, or raise."""

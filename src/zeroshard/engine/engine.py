@@ -908,6 +908,7 @@ class Engine(GradientAccess, JoinAccess, MethodAccess, RebuildAccess):
             self._savings.warn_of_failure()
         norm, scale, skipped = (verdict.norm, verdict.scale, verdict.skip) if verdict else (math.nan, 1.0, False)
         self.skipped += skipped
+        self._backward.losses.updates = self.steps - self.skipped
         if self.steps - self.skipped == FIRST_STEPS and self._axes.alike.mesh.rank == 0:
             warn_of_unused(self._assembly.parts, self._backward.reductions.never_written or ())
         self._forward.end_step()

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -254,7 +255,7 @@ class Forward:
                     self._gatherer.done(unit)
                 self._visitors.clear()
                 self._gatherer.end()
-        listen(output, self._backward.on_output_gradient)
+        listen(output, partial(self._backward.on_output_gradient, self._backward.losses.updates))
         return output
 
     def _pack(self, tensor: torch.Tensor) -> Any:

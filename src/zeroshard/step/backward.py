@@ -264,8 +264,18 @@ class Backward:
             self.under_scale = False
             self.forget_interrupted()
 
-    def on_output_gradient(self, gradient: torch.Tensor) -> None:
-        """Begin a backward at the gradient of a model output."""
+    def on_output_gradient(self, updates: int, gradient: torch.Tensor) -> None:
+        """Begin a backward at the gradient of a model output; `updates` is their number at its forward.
+
+        Raises:
+            PlanError: the weights were updated since.
+        """
+        if updates != self.losses.updates:
+            raise PlanError(
+                f"A backward came through a forward that was made {self.losses.updates - updates} update(s) of the "
+                f"weights ago, so its gradients would mix old activations with new weights. Call the backward before "
+                f"engine.step(), or the model again after it."
+            )
         self.begin()
         self._gatherer.need(len(self._gradients) - 1)
 

@@ -135,10 +135,12 @@ class StepLosses:
         mean: of the last step, the whole sum over the whole count; None where losses are means.
         gain: the factor on the reduced gradients of the last step that makes them those of the mean.
         batches: of the forwards, to be compared between ranks that work on the same data.
+        updates: of the weights so far, for a forward and its backward to compare.
     """
 
     def __init__(self, skips: bool = False) -> None:
         self._skips = skips
+        self.updates = 0
         self.values: list[Tensor] = []
         self._counts: list[float | Tensor] = []
         self.kinds = 0
