@@ -127,13 +127,14 @@ def plan_merged(whole: TensorTable, model: Any, sizes: ExportSizes) -> tuple[Exp
     prefix = next(path for path, module in model.named_modules() if module is base)
     merging = _Merging(whole, model, active, f"{prefix}." if prefix else "")
     texts = texts_of(base)
-    if merging.parted and texts[CONFIG] is not None:
-        texts[CONFIG] |= {"tie_word_embeddings": False}
+    config = texts[CONFIG]
+    if merging.parted and config is not None:
+        config["tie_word_embeddings"] = False
     slots = [
         Slot(name, sizes.dtype if sizes.dtype and held.kept.is_floating_point else held.kept, held.shape)
         for name, held in merging.held.items()
     ]
-    groups = grouped(slots, None if texts[CONFIG] is None else FAMILY, base)
+    groups = grouped(slots, None if config is None else FAMILY, base)
     wide = {name for name, held in merging.held.items() if held.kept != torch.float16}
     most = shard_bytes(sizes.shard_size, "shard_size")
     return plan_export(groups, most, texts, folder_of(base), narrowed(groups, wide)), merging.read
