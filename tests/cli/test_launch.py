@@ -198,7 +198,7 @@ WRONG = [
     ((*SLURM, "--dry-run", *TRAIN, "--resume", "never"), "--resume never would begin there again"),
     ((*SLURM, "--dry-run", *TRAIN, "--resume=runs/a"), "--resume runs/a would begin there again"),
     ((*SLURM, "--dry-run", "--", "train", "a\nb"), "all characters must be printable"),
-    ((*SLURM, "--dry-run", "--", "train", "\udc80"), "all characters must be printable"),
+    ((*SLURM, "--dry-run", "--", "train", "\udc80"), "has bytes that are not"),
     ((*SLURM, "--name", "a b"), "name is 'a b'"),
     ((*SLURM, "--name", "a\n#SBATCH --uid=0"), "it must be letters, digits"),
     ((*SLURM, "--partition", "p;q"), "partition is 'p;q'"),

@@ -418,7 +418,7 @@ ALONE: dict[str, tuple[str, dict[str, Any], int, int, str, list[str]]] = {
         2,
         0,
         "ModelError",
-        ["'blocks.2' ran after 'blocks.0'", "in one order for every microbatch"],
+        ["'blocks.2' ran after 'blocks.0'", "for every microbatch, in one order"],
     ),
     "not-finite": (
         "Spiked",

@@ -178,20 +178,36 @@ def test_other_shapes_are_planned_anew() -> None:
     assert use.outside == 4 * LAYERS  # in the steps of other rows than the one before
 
 
-def test_a_graph_that_outlives_its_step_keeps_its_values() -> None:
+def test_two_graphs_of_one_step_keep_their_values() -> None:
     found = []
     for plan in (without(BLOCKS), BLOCKS):
         torch.manual_seed(5)
         engine = engine_of(plan)
         for step in range(3):
             engine.train_step(batch(step))
-        kept, weights = engine(*batch(3)), engine.state_dict()
-        engine.train_step(batch(4))
-        engine.train_step(batch(5))
-        engine.load_state_dict(weights)
+        kept = engine(*batch(3))
+        engine.backward(engine(*batch(4)))
         engine.backward(kept)
         engine.step()
         engine.train_step(batch(6))
+        found.append(engine.state_dict())
+    assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
+
+
+def test_a_graph_that_outlives_its_step_changes_none_of_later_steps() -> None:
+    found = []
+    for plan in (without(BLOCKS), BLOCKS):
+        torch.manual_seed(5)
+        engine = engine_of(plan)
+        for step in range(3):
+            engine.train_step(batch(step))
+        kept = engine(*batch(3))
+        engine.train_step(batch(4))
+        with pytest.raises(zs.PlanError, match="1 update"):
+            engine.backward(kept)
+        del kept
+        for step in (5, 6):
+            engine.train_step(batch(step))
         found.append(engine.state_dict())
     assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
 

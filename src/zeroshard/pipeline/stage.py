@@ -474,3 +474,18 @@ def means_alone(run: Callable[[Any], Any], schedule: str) -> Callable[[Any], Any
         return loss
 
     return checked
+
+
+def refuse_last_hook(layers: Sequence[Layer], firsts: Sequence[int]) -> None:
+    """Refuse a full backward hook of the last block if its output goes to another stage; for the start of each step.
+
+    Raises:
+        ModelError: on all ranks, before any waits for another's message.
+    """
+    *_, last, suffix = layers
+    if suffix.number in firsts and last.modules[0]._backward_hooks:
+        raise ModelError(
+            f"The block {last.name!r} has a full backward hook, and the next stage has only what comes after the "
+            f"blocks. Cut before an earlier block (pipeline_parallel.split), or register the hook on a "
+            f"module inside of the block."
+        )

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from zeroshard.errors import ModelError, PlanError
 from zeroshard.pipeline.cut.chain import Chain
-from zeroshard.pipeline.cut.check import refuse_last_hook
+from zeroshard.pipeline.stage import refuse_last_hook
 from zeroshard.train.gpt import GPT
 from zeroshard.train.sizes import GPTConfig
 from zeroshard.units.forwards import insert

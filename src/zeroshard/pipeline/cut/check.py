@@ -92,21 +92,6 @@ class GraphCheck:
         return parameter if parameter in self.names else None
 
 
-def refuse_last_hook(layers: Sequence[Layer], firsts: Sequence[int]) -> None:
-    """Refuse a full backward hook of the last block if its output goes to another stage; for the start of each step.
-
-    Raises:
-        ModelError: on all ranks, before any waits for another's message.
-    """
-    *_, last, suffix = layers
-    if suffix.number in firsts and last.modules[0]._backward_hooks:
-        raise ModelError(
-            f"The block {last.name!r} has a full backward hook, and the next stage has only what comes after the "
-            f"blocks. Cut before an earlier block (pipeline_parallel.split), or register the hook on a "
-            f"module inside of the block."
-        )
-
-
 def hint_of(model: nn.Module) -> str:
     """The advice for mixtures of transformers, whose loss reads every block's router logits."""
     if not getattr(getattr(model, "config", None), "output_router_logits", False):

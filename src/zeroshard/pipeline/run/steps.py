@@ -15,12 +15,11 @@ from zeroshard.comm.collectives import Comm, Purpose
 from zeroshard.errors import PlanError
 from zeroshard.parts.part import Parts
 from zeroshard.pipeline.cut.bypass import NUMBERS, SentValues
-from zeroshard.pipeline.cut.check import refuse_last_hook
 from zeroshard.pipeline.cut.origins import ReturnedValue
 from zeroshard.pipeline.run.executor import Executor, Microbatch
 from zeroshard.pipeline.run.messages import Boundary
 from zeroshard.pipeline.run.weight_stashing import StashedVersions
-from zeroshard.pipeline.stage import Stage, means_alone
+from zeroshard.pipeline.stage import Stage, means_alone, refuse_last_hook
 from zeroshard.recompute.chunks import ChunkInputs
 from zeroshard.schedule import Kind
 from zeroshard.step.backward import Backward
