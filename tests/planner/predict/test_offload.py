@@ -140,7 +140,8 @@ def test_every_tier_to_the_byte_the_traffic_and_the_peak(pool: Pool, case: tuple
             found.host["optimizer states"] if optimizer != "adamw" else 0
         )  # made by torch.optim, as if on the device
         bar = 0.005 if {"precision", "pipeline_parallel"} & plan.keys() else 0.001
-        late = 0.01 if ranks > 1 else bar  # a thread of gloo may hold an operand a little after its end
+        # a thread of gloo may hold an operand a little after its end; the profiler may miss the end of a batch
+        late = 0.01 if ranks > 1 else max(bar, 0.002)
         assert (1 - late) * real[rank]["peak"] <= found.peak_bytes + below <= (1 + bar) * real[rank]["peak"]
 
 
