@@ -168,15 +168,14 @@ def load(way: str, folder: Path, dtype: str, sampled: bool) -> dict[str, Any]:
     def ours() -> Any:
         return from_pretrained(folder, partial(torch.optim.SGD, lr=0.1), zs.Plan(zero=3), mesh=mesh, dtype=kind)
 
-    def sharded() -> Any:
-        config = DistributedConfig(fsdp_size=ranks)
-        return Qwen2ForCausalLM.from_pretrained(folder, dtype=kind, distributed_config=config)
-
-    def theirs() -> Any:
-        model = Qwen2ForCausalLM.from_pretrained(folder, dtype=kind)
+    def theirs(**settings: Any) -> Any:
+        model = Qwen2ForCausalLM.from_pretrained(folder, dtype=kind, **settings)
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()
         return model
+
+    def sharded() -> Any:
+        return theirs(distributed_config=DistributedConfig(fsdp_size=ranks))
 
     chosen: Callable[[], Any] = {"read": read, "ours": ours, "sharded": sharded, "theirs": theirs}[way]
     samples: Samples = []
