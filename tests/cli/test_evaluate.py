@@ -49,6 +49,8 @@ WRONG = [
     (["generate", "--prompt", "x", "--tokenizer", "none.json"], "none.json, which does not exist"),
     (["evaluate", "--data", "none.jsonl"], "none.jsonl, which does not exist"),
     (["evaluate", "--columns", "text"], "have no effect without data"),
+    (["evaluate", "--columns", "text", "--data", __file__], "columns has no effect on text"),
+    (["evaluate", "--data", "https://example.org/a.jsonl"], "an address; download it"),
     (["evaluate", "--rows", "0"], "rows is 0; it must be 1 or more"),
 ]
 
@@ -67,3 +69,13 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, capsys: pytest.Captu
         with pytest.raises(SystemExit, match="2"):
             main([*words, str(tmp_path)])
         assert "is no run folder" in capsys.readouterr().err
+
+
+def test_rows_held_out_of_other_data_are_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = run.parents[1] / "a.txt"
+    kept = text.read_text()
+    text.write_text(kept + "one more\n")
+    with pytest.raises(SystemExit, match="2"):
+        main(["evaluate", str(run), "--device", "cpu"])
+    text.write_text(kept)
+    assert "so rows that are held out now were trained on; set --data to other files" in capsys.readouterr().err

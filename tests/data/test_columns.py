@@ -68,8 +68,15 @@ def test_columns_that_do_not_fit_are_named_with_those_that_are_there(tmp_path: P
         columns_of(source, ["txt"])
     with pytest.raises(DataError, match=r"has none of the usual columns \(text, content, messages, prompt and comple"):
         columns_of(source, ())
-    with pytest.raises(DataError, match="holds a int in the column 'n', which is neither text nor a list of messages"):
+    with pytest.raises(
+        DataError, match="holds a value of type int in the column 'n', which is neither text nor a list"
+    ):
         columns_of(source, ["n"])
+    for row, kind in (({"text": None}, "null"), ({"text": {"a": 1}}, "a value of type dict")):
+        with pytest.raises(
+            DataError, match=f"line 1 holds {kind} in the column 'text', which is neither .*; correct or remove it$"
+        ):
+            columns_of(source_of(tmp_path, row), ())
     with pytest.raises(ConfigError, match="give one for text or messages, or two"):
         columns_of(source, ["a", "b", "c"])
 
@@ -126,7 +133,7 @@ def test_tokenizers_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 BAD = {  # a later record, and the error of its line
     "no column": ({"txt": "x"}, "line 2 has no column 'text'; add it there"),
     "null": ({"text": None}, "line 2 holds null in the column 'text' and text is needed"),
-    "a number": ({"text": 3}, "line 2 holds int in the column 'text'"),
+    "a number": ({"text": 3}, "line 2 holds a value of type int in the column 'text'"),
 }
 
 

@@ -79,7 +79,7 @@ def test_folders_are_read_without_hidden_binary_empty_and_repeated_files(tmp_pat
     files = {"a.txt": b"first text, long enough", "sub/.git/b.txt": b"hidden", ".c": b"hidden", "d.bin": b"\xff\xfe"}
     write(tmp_path, {**files, "e.txt": b"", "z/copy.txt": files["a.txt"]})
     corpus = files_corpus([tmp_path])
-    assert corpus.files == 1
+    assert corpus.files == 1 and corpus.left_out == ("d.bin",)
     assert corpus.train + corpus.validation == files["a.txt"]
 
 

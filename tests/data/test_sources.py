@@ -5,7 +5,9 @@ import gzip
 import json
 import lzma
 import sys
+import zlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -62,13 +64,36 @@ def test_text_is_cut_at_ends_of_lines(tmp_path: Path, monkeypatch: pytest.Monkey
         documents(open_source(find(tmp_path)))
 
 
+class Stand:
+    """The package zstandard, whose decompressor unpacks gzip here."""
+
+    def decompressobj(self) -> Any:
+        return zlib.decompressobj(31)
+
+
+def test_frames_of_zstandard_are_read(tmp_path: Path) -> None:
+    zstandard = pytest.importorskip("zstandard")
+    rows = [{"text": f"row {n}"} for n in range(300)]
+    lines, path = [json.dumps(row).encode() + b"\n" for row in rows], tmp_path / "a.jsonl.zst"
+    whole = b"".join(zstandard.compress(b"".join(lines[first : first + 100])) for first in (0, 100, 200))
+    path.write_bytes(whole)
+    assert documents(open_source(find(path))) == rows
+    for damaged in (whole[:-20], whole + b"more", b"no frame at all"):
+        path.write_bytes(damaged)
+        with pytest.raises(DataError, match=r"a\.jsonl\.zst cannot be unpacked \(.+\); compress it again"):
+            documents(open_source(find(path)))
+
+
 def test_compressed_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "BLOCK", 1000)
     rows = [{"text": f"row {n}"} for n in range(300)]
     content = "".join(json.dumps(row) + "\n" for row in rows).encode()
-    for suffix, pack in (("gz", gzip.compress), ("xz", lzma.compress), ("bz2", bz2.compress)):
+    monkeypatch.setitem(sys.modules, "zstandard", SimpleNamespace(ZstdDecompressor=Stand))
+    for suffix, pack in (("gz", gzip.compress), ("xz", lzma.compress), ("bz2", bz2.compress), ("zst", gzip.compress)):
         path = tmp_path / f"a.jsonl.{suffix}"
         path.write_bytes(pack(content))
+        assert documents(open_source(find(path))) == rows
+        path.write_bytes(pack(content[:999]) + pack(content[999:]))  # as parallel compressors write it
         assert documents(open_source(find(path))) == rows
         path.write_bytes(pack(content)[:-20])
         with pytest.raises(DataError, match=r"a\.jsonl\.\w+ cannot be unpacked"):
@@ -94,6 +119,16 @@ def test_a_line_that_does_not_parse_is_named(tmp_path: Path) -> None:
         source.columns(block, other, lines[other])
     with pytest.raises(DataError, match=r"line 1 is no JSON record .*recursion"):
         source.columns(block, 0, b'{"text": ' + b"[" * 100_000)
+
+
+def test_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "one", "id": 1, "text": "two"}\n')
+    with pytest.raises(DataError, match=r"a\.jsonl, line 1 has two columns with the name 'text'; rename or remove"):
+        documents(open_source(find(tmp_path / "a.jsonl")))
+    parquet, pa = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    parquet.write_table(pa.table([["one"], ["two"]], names=["text", "text"]), tmp_path / "b.parquet")
+    with pytest.raises(DataError, match=r"b\.parquet has two columns with the name 'text'"):
+        open_source(find(tmp_path / "b.parquet"))
 
 
 def test_parquet_is_read_by_row_groups(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_held_out_rows_are_shared_out_and_are_no_training_rows(tmp_path: Path) -
     held_out = set(text.split("\n")[1:-1])
     trained = bytes(token for row in data.rows(range(300)).tokens[:, :-1].tolist() for token in row).decode()
     assert len(held_out) > 15 and not held_out & set(trained.split("\n"))
-    with pytest.raises(DataError, match=r"is held out .* gives 0 rows of 16 tokens .* 1 ranks need"):
+    with pytest.raises(DataError, match=r"is held out .* gives 0 rows of 16 tokens from .*, and each rank needs one"):
         next(iter(opened(records(tmp_path / "b.jsonl", count=20)).validation(1, 0, 1, 4)))
     data.close()
 

@@ -67,7 +67,8 @@ def run_evaluate(argv: Sequence[str]) -> None:
         finite = {name: None if value == math.inf else value for name, value in found.items()}
         print(json.dumps(finite, indent=1))
         return
-    print(f"step {found['step']} of {found['checkpoint']}: {found['rows']:,} rows, {found['tokens']:,} tokens")
+    rows, tokens = (f"{found[name]:,} {name[: -(found[name] == 1) or None]}" for name in ("rows", "tokens"))
+    print(f"step {found['step']} of {found['checkpoint']}: {rows}, {tokens}")
     print(f"loss          {found['loss']:.4f} nats per token")
     print(f"perplexity    {found['perplexity']:.4g}")
     bits = found["bits_per_byte"]

@@ -60,9 +60,10 @@ def columns_of(source: DocumentSource, given: Sequence[str]) -> tuple[Form, tupl
         return "text", names
     if isinstance(value, list) and all(isinstance(each, Mapping) and "role" in each for each in value):
         return "messages", names
+    others = ", ".join(name for name in first if name != names[0])
     raise DataError(
-        f"{where} holds a {type(value).__name__} in the column {names[0]!r}, which is neither text nor a list of "
-        f"messages with roles; set columns to another of {there}"
+        f"{where} holds {_kind(value)} in the column {names[0]!r}, which is neither text nor a list of "
+        f"messages with roles; correct or remove it{f', or set columns to another of {others}' if others else ''}"
     )
 
 
@@ -164,6 +165,10 @@ class Encoder:
         if name not in document:
             raise DataError(f"{where()} has no column {name!r}; add it there, or set columns to another")
         raise DataError(
-            f"{where()} holds {'null' if text is None else type(text).__name__} in the column {name!r} and text is "
-            f"needed; correct or remove it"
+            f"{where()} holds {_kind(text)} in the column {name!r} and text is needed; correct or remove it"
         )
+
+
+def _kind(value: Any) -> str:
+    """The type of a value that is no text, as an error names it."""
+    return "null" if value is None else f"a value of type {type(value).__name__}"

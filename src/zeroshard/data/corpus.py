@@ -3,7 +3,7 @@
 import hashlib
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -19,13 +19,18 @@ _NO_PROSE |= {"idlelib", "turtledemo", "__pycache__"}
 
 @dataclass(frozen=True)
 class Corpus:
-    """A text in two parts; `digest` (sha256, hex) identifies names, bytes and split, wherever the files lie."""
+    """A text in two parts; `digest` (sha256, hex) identifies names, bytes and split, wherever the files lie.
+
+    Attributes:
+        left_out: names of the files in a folder that are not UTF-8 text.
+    """
 
     name: str
     files: int
     train: bytes
     validation: bytes
     digest: str
+    left_out: tuple[str, ...] = ()
 
 
 def standard_library_corpus() -> Corpus:
@@ -55,15 +60,16 @@ def files_corpus(paths: Sequence[Path]) -> Corpus:
     Raises:
         DataError: a path is missing, a named file is not UTF-8, or there is too little text to split.
     """
-    found: list[tuple[str, bytes]] = []
-    for path in paths:
-        found.extend(_read_path(path))
-    files = _distinct(found)
+    found = [file for path in paths for file in _read_path(path)]
+    files = _distinct(file for file in found if _is_text(file[1]))
     name = ", ".join(str(path) for path in paths)
     if not files:
         raise DataError(f"no text was found in {name or 'an empty list of paths'}; name files or folders of UTF-8 text")
-    if len(files) >= SPLIT_BY_FILE_FROM:
-        return _split_by_file(name, files)
+    corpus = _split_by_file(name, files) if len(files) >= SPLIT_BY_FILE_FROM else _split_each(name, files)
+    return replace(corpus, left_out=tuple(file for file, data in sorted(found) if not _is_text(data)))
+
+
+def _split_each(name: str, files: list[tuple[str, bytes]]) -> Corpus:
     cuts = [len(data) - len(data) * VALIDATION_PERCENT // 100 for _, data in files]
     train = [(file, data[:cut]) for (file, data), cut in zip(files, cuts, strict=True)]
     validation = [(file, data[cut:]) for (file, data), cut in zip(files, cuts, strict=True)]
@@ -71,7 +77,7 @@ def files_corpus(paths: Sequence[Path]) -> Corpus:
 
 
 def _read_path(path: Path) -> list[tuple[str, bytes]]:
-    """(relative name, bytes) of one named file, or of every text file below a folder."""
+    """(relative name, bytes) of one named file of text, or of every file below a folder."""
     if path.is_file():
         data = path.read_bytes()
         if not _is_text(data):
@@ -82,8 +88,7 @@ def _read_path(path: Path) -> list[tuple[str, bytes]]:
     inside = ((file, file.relative_to(path)) for file in path.rglob("*"))
     visible = ((file, name) for file, name in inside if not any(part.startswith(".") for part in name.parts))
     files = [(file, name) for file, name in visible if file.is_file()]
-    read = ((name.as_posix(), file.read_bytes()) for file, name in files)
-    return [(name, data) for name, data in read if _is_text(data)]
+    return [(name.as_posix(), file.read_bytes()) for file, name in files]
 
 
 def _is_text(data: bytes) -> bool:

@@ -48,7 +48,10 @@ class EvaluationData:
             yield batch[0] if len(batch) == 1 else TokenRows.joined(batch)
         if not self.rows:
             names = ", ".join(each.source.name for each in self._data.sources)
-            raise DataError(f"{names} holds no document with two tokens or more to evaluate; give other data")
+            raise DataError(
+                f"{names} holds no document with a token to predict behind its first one, or, where prompts are not "
+                f"learned, none in the {self._data.sequence} tokens of a row; give other data"
+            )
 
     def nbytes(self) -> int | None:
         """Bytes of all text; None where some tokens have no label, so that bits per byte mean nothing."""

@@ -6,17 +6,21 @@ A file is recognised by its name and its first bytes before any of it is read as
 import bz2
 import gzip
 import importlib
+import io
 import lzma
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Literal, cast
+from typing import Any, BinaryIO, Literal, cast
 
 from zeroshard.errors import DataError
 
 Kind = Literal["text", "records", "parquet", "dataset"]
 RECORDS = (".jsonl", ".ndjson")  # a JSON record on every line
-COMPRESSED = (".gz", ".xz", ".bz2", ".zst")
+COMPRESSED = {  # by suffix, the beginning of such a file
+    ".gz": rb"\x1f\x8b", ".xz": rb"\xfd7zXZ\0", ".bz2": rb"BZh[1-9]1AY&", ".zst": rb"\x28\xb5\x2f\xfd"
+}  # fmt: skip
 TABLES = (".csv", ".tsv")
 ARCHIVES = (".zip", ".tar", ".tgz", ".7z", ".rar")
 PARQUET_MAGIC, ARROW_MAGICS = b"PAR1", (b"ARROW1", b"\xff\xff\xff\xff")
@@ -110,6 +114,9 @@ def _kind(file: Path, named: bool = True) -> Kind:
         DataError: it has a known format that is not text and is not read.
     """
     suffix, first = _suffix(file), _first_bytes(file)
+    packed = next((end for end, begin in COMPRESSED.items() if re.match(begin, first)), None)
+    if packed is not None and not is_compressed(file) and suffix not in ARCHIVES:
+        raise DataError(f"{file} is compressed, and its name does not say so; rename it to {file.name}{packed}")
     if suffix in RECORDS:
         return "records"
     if suffix == ".parquet" and not is_compressed(file):
@@ -175,16 +182,56 @@ def open_bytes(file: Path) -> BinaryIO:
 
 
 def _open_zst(file: Path) -> BinaryIO:
-    for module in ("compression.zstd", "zstandard"):  # of Python 3.14; a package
-        try:
-            opener: Callable[..., BinaryIO] = importlib.import_module(module).open
-        except ImportError:
-            continue
-        return opener(file, "rb")
-    raise DataError(
-        f"reading {file} needs Python 3.14 or the package zstandard, and neither is there; "
-        f"run pip install zstandard, or compress it as .gz or .xz"
-    )
+    try:  # of Python 3.14
+        opened: BinaryIO = importlib.import_module("compression.zstd").open(file, "rb")
+    except ImportError:
+        pass
+    else:
+        return opened
+    try:
+        package: Any = importlib.import_module("zstandard")
+    except ImportError as error:
+        raise DataError(
+            f"reading {file} needs Python 3.14 or the package zstandard, and neither is there; "
+            f"run pip install zstandard, or compress it as .gz or .xz"
+        ) from error
+    return cast(BinaryIO, io.BufferedReader(_Frames(file.open("rb"), package.ZstdDecompressor())))
+
+
+class _Frames(io.RawIOBase):
+    """The bytes of all Zstandard frames of a file, of which the package's own reader ends behind the first."""
+
+    def __init__(self, file: BinaryIO, decompressor: Any) -> None:
+        self._file, self._make, self._frame = file, decompressor.decompressobj, None
+        self._packed = self._bytes = b""
+
+    def readable(self) -> bool:
+        """Always true."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill a part of the buffer; 0 at the end.
+
+        Raises:
+            EOFError: the file ends within a frame.
+        """
+        while not self._bytes:
+            packed = self._packed or self._file.read(io.DEFAULT_BUFFER_SIZE)
+            if not packed and self._frame is not None:
+                raise EOFError("the file ends before its last frame does")
+            if not packed:
+                return 0
+            frame = self._frame or self._make()
+            self._bytes, self._packed = frame.decompress(packed), frame.unused_data
+            self._frame = None if frame.eof else frame
+        count = min(len(buffer), len(self._bytes))
+        buffer[:count], self._bytes = self._bytes[:count], self._bytes[count:]
+        return count
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+        super().close()
 
 
 def named_kinds(found: Iterable[DataFiles]) -> str:
@@ -205,6 +252,8 @@ def parse_sources(named: Sequence[Path | str]) -> list[tuple[Path, float | None]
         for piece in [word] if word and Path(word).exists() else word.split(","):
             if not piece:
                 raise DataError(f"data is {word!r}, in which a path is empty; give paths with commas between them")
+            if ":/" in piece:
+                raise DataError(f"data names {piece}, an address; download it, and give the path of the file")
             path, colon, weight = piece.rpartition(":")
             if not colon or Path(piece).exists():
                 found.append((Path(piece), None))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.data.columns import Array, Encoder, Example
-from zeroshard.data.files import find, parse_sources
+from zeroshard.data.files import DataFiles, find, named_kinds, parse_sources
 from zeroshard.data.prefetch import Prefetch
 from zeroshard.data.readers import DataMixture, MixedSource, RowReader, State
 from zeroshard.data.sources import open_source
@@ -75,6 +75,7 @@ def open_data(
         raise ConfigError(f"sequence is {sequence}; it must be 1 or more.")
     known = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
     found = [(find(path), weight) for path, weight in named]
+    check_columns([each for each, _ in found], columns)
     weighted = any(weight is not None for _, weight in found)
     mixed = []
     for each, weight in found:
@@ -82,6 +83,16 @@ def open_data(
         share = (weight or 1.0) if weighted else float(max(1, each.nbytes))
         mixed.append(MixedSource(source, Encoder(source, known, () if each.kind == "text" else columns), share))
     return DataMixture(tuple(mixed), known, sequence, seed, truncate)
+
+
+def check_columns(found: Sequence[DataFiles], columns: Sequence[str]) -> None:
+    """Refuse columns where all is text.
+
+    Raises:
+        ConfigError: with the kinds that were found.
+    """
+    if columns and all(each.kind == "text" for each in found):
+        raise ConfigError(f"columns has no effect on {named_kinds(found)}; leave it out, or give records")
 
 
 @dataclass(frozen=True, slots=True)

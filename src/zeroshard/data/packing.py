@@ -138,8 +138,8 @@ class WholeExamples:
             return example
         if not self._truncate:
             raise DataError(
-                f"{where()} is an example of {count} tokens and a row has {most}; raise sequence to {count} or more, "
-                f"set truncate to cut long examples, or remove it"
+                f"{where()} is an example of {count} tokens and a row has {most}; set truncate to cut long examples, "
+                f"remove it, or train with sequence {count} or more"
             )
         assert example.labels is not None
         return Example(example.tokens[:most], example.labels[:most])

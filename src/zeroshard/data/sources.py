@@ -3,8 +3,6 @@
 import hashlib
 import importlib
 import json
-import lzma
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -158,7 +156,9 @@ class RecordFiles(DocumentSource):
         """The parsed record."""
         assert isinstance(record, bytes)
         try:
-            parsed = json.loads(record)
+            parsed = json.loads(record, object_pairs_hook=None if place else partial(self._checked, block))
+        except DataError:
+            raise
         except (ValueError, RecursionError) as error:
             shown = record[:40].decode("utf-8", errors="replace").strip()
             raise DataError(
@@ -170,6 +170,11 @@ class RecordFiles(DocumentSource):
                 f'{{"text": "..."}}; correct or remove the line'
             )
         return parsed
+
+    def _checked(self, block: FileBlock, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        """The columns of the first line of a file, whose names the other lines repeat."""
+        _check_names([name for name, _ in pairs], self.where(block, 0))
+        return dict(pairs)
 
     def where(self, block: FileBlock, place: int) -> str:
         """The file and line, counted now."""
@@ -218,7 +223,8 @@ class ParquetFiles(DocumentSource):
     def _places(self) -> Iterator[tuple[int, int, int]]:
         for number, path in enumerate(self.found.files):
             with self._open(path) as file:
-                groups = range(file.metadata.num_row_groups)
+                groups, names = range(file.metadata.num_row_groups), file.schema_arrow.names
+            _check_names(names, path)
             yield from ((number, group, group + 1) for group in groups)
 
 
@@ -259,6 +265,17 @@ def _rows_of(batches: Iterator[Any], where: str) -> list[Any]:
     except Exception as error:  # pyarrow's own errors, and those of the system
         shown = str(error).partition("\n")[0]
         raise DataError(f"{where} cannot be read ({shown}); write the file again or leave it out") from error
+
+
+def _check_names(names: Sequence[str], where: object) -> None:
+    """Refuse two columns of one name, of which a row of columns would keep the last.
+
+    Raises:
+        DataError: with the name.
+    """
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise DataError(f"{where} has two columns with the name {twice!r}; rename or remove one of them")
 
 
 def open_source(found: DataFiles) -> DocumentSource:
@@ -321,7 +338,7 @@ def _readable(file: BinaryIO, path: Path) -> Iterator[bytes]:
     """
     try:
         yield from file
-    except (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error) as error:
+    except Exception as error:  # of the packages that unpack, which have errors of their own
         raise DataError(f"{path} cannot be unpacked ({error}); compress it again or leave it out") from error
 
 

@@ -9,10 +9,10 @@ from typing import Any, Protocol
 from zeroshard.comm.collectives import Comm
 from zeroshard.data.corpus import Batches, Corpus, files_corpus, standard_library_corpus, validation_windows
 from zeroshard.data.files import find, named_kinds, parse_sources
-from zeroshard.data.loader import Loader, TokenRows, open_data, stacked
+from zeroshard.data.loader import Loader, TokenRows, check_columns, open_data, stacked
 from zeroshard.data.readers import DataMixture, RowReader
 from zeroshard.data.tokenizer import Tokenizer, load_tokenizer
-from zeroshard.errors import ConfigError, DataError
+from zeroshard.errors import DataError
 from zeroshard.text import format_bytes
 
 LARGE_TEXT = 256 << 20  # bytes of text that is not read into memory
@@ -78,8 +78,7 @@ def open_training(options: DataOptions) -> TrainingData:
     found = [find(path) for path, _ in named]
     if not found:
         return TextInMemory(standard_library_corpus(), options)
-    if options.columns and all(each.kind == "text" for each in found):
-        raise ConfigError(f"columns has no effect on {named_kinds(found)}; leave it out, or give records")
+    check_columns(found, options.columns)
     plain = all(each.kind == "text" and not each.compressed for each in found)
     small = plain and sum(each.nbytes for each in found) < LARGE_TEXT
     if small and all(weight is None for _, weight in named):
@@ -127,8 +126,10 @@ class TextInMemory:
 
     @property
     def about(self) -> str:
-        """Name, files and bytes."""
-        return f"{self.name}, {self._corpus.files} files, {format_bytes(len(self._corpus.train))} to train on"
+        """Name, files and bytes, and files of a folder that are left out."""
+        files, left_out = self._corpus.files, self._corpus.left_out
+        rest = f"; {len(left_out)} left out, not UTF-8 text, such as {left_out[0]}" if left_out else ""
+        return f"{self.name}, {_files(files)}, {format_bytes(len(self._corpus.train))} to train on{rest}"
 
     def facts(self) -> dict[str, Any]:
         """Name, files, bytes and digest."""
@@ -189,8 +190,7 @@ class StreamedData:
     def about(self) -> str:
         """Names, kinds, files and bytes."""
         facts = self.facts()
-        files = f"{facts['files']} file{'s' * (facts['files'] != 1)}"
-        return f"{self.name}: {facts['kind']}, {files}, {format_bytes(facts['bytes'])}, streamed"
+        return f"{self.name}: {facts['kind']}, {_files(facts['files'])}, {format_bytes(facts['bytes'])}, streamed"
 
     def facts(self) -> dict[str, Any]:
         """Name, kinds, files, bytes on the disk and digest; of a mixture, the share of each source."""
@@ -230,8 +230,8 @@ class StreamedData:
         if len(rows) < ranks:
             raise DataError(
                 f"one document in twenty is held out for validation, which gives {len(rows)} rows of "
-                f"{self._mixture.sequence} tokens from {self.name}, and {ranks} ranks need one each; give more "
-                f"documents or shorten the sequence"
+                f"{self._mixture.sequence} tokens from {self.name}, and each rank needs one ({ranks} in all); give "
+                f"more documents or shorten the sequence"
             )
         mine = rows[: len(rows) - len(rows) % ranks][rank::ranks]
         return (TokenRows.joined(mine[first : first + batch]) for first in range(0, len(mine), batch))
@@ -263,3 +263,7 @@ class StreamedData:
             nbytes += mixed.encoder.nbytes(documents)
             tokens += sum(len(example.tokens) for example in mixed.encoder.encode(documents))
         return nbytes / max(tokens, 1) if nbytes else 1.0
+
+
+def _files(count: int) -> str:
+    return f"{count} file{'s' * (count != 1)}"

@@ -11,7 +11,7 @@ from zeroshard.checkpoint import Reader, find_checkpoint
 from zeroshard.data.evaluation import EvaluationData
 from zeroshard.data.tokenizer import Tokenizer, load_tokenizer
 from zeroshard.data.training import DataOptions, open_training
-from zeroshard.errors import CheckpointError
+from zeroshard.errors import CheckpointError, DataError
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.early_checks import CONFIG, run_folder_of
 from zeroshard.train.gpt import generate
@@ -29,6 +29,7 @@ class Trained:
         config: the options of the run.
         checkpoint: whose weights it has.
         step: of the checkpoint.
+        corpus: the digest of the data that it was trained on; None if it has none.
     """
 
     config: TrainConfig
@@ -37,6 +38,7 @@ class Trained:
     checkpoint: Path
     step: int
     device: torch.device
+    corpus: str | None = None
 
     def generate(
         self, prompt: str, tokens: int, temperature: float, top_k: int | None = None, seed: int = 0, chat: bool = False
@@ -78,7 +80,7 @@ class Trained:
             rows: that are read, at most.
 
         Raises:
-            DataError, ConfigError: data that cannot be used.
+            DataError, ConfigError: data that cannot be used, or held-out rows of data that have changed since.
         """
         if not data:
             return self._held_out(batch, rows)
@@ -92,6 +94,12 @@ class Trained:
         config = self.config
         names = ("data", "tokenizer", "sequence", "columns", "truncate")
         known = open_training(DataOptions(seed=config.plan.seed, **{name: getattr(config, name) for name in names}))
+        if self.corpus not in (None, known.digest):
+            raise DataError(
+                f"{known.name} has the digest {known.digest[:12]}, and {self.checkpoint.name} was trained on data with "
+                f"{str(self.corpus)[:12]}, so rows that are held out now were trained on; set data to other files, "
+                f"or put back those of the run"
+            )
         found = list(known.validation(batch, 0, 1, rows or FINAL * config.validation_rows))
         loss, predicted = self._loss(found)
         return self._measured(loss, predicted, sum(len(each.tokens) for each in found), known.bits_per_byte(loss))
@@ -135,7 +143,7 @@ def load_trained(path: Path, device: torch.device, tokenizer: str | None = None)
     built = build_model(config.model, known.vocabulary, config.sequence, 0.0, config.mixture)
     _fill(built.module, reader)
     built.module.to(device).eval()
-    return Trained(config, built, known, found, int(reader.facts["step"]), device)
+    return Trained(config, built, known, found, int(reader.facts["step"]), device, reader.facts["extra"].get("corpus"))
 
 
 def _fill(module: torch.nn.Module, reader: Reader) -> None:
