@@ -72,10 +72,12 @@ class SharedMemory:
     def common(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A zeroed 1-D buffer in memory common to all ranks, which all make in the same order.
 
+        Each rank reserves the pages of an even share of it.
+
         Raises:
             PlanError: no room.
         """
-        return self._allocate(0, numel, dtype)
+        return self._allocate(0, numel, dtype, self.rank, self.ranks)
 
     def mine(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A zeroed 1-D buffer of this rank, which the other ranks can read.
@@ -144,12 +146,13 @@ class SharedMemory:
         if names:
             raise dist.DistNetworkError(f"the process of rank {', '.join(names)} is gone")
 
-    def _allocate(self, region: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def _allocate(self, region: int, numel: int, dtype: torch.dtype, part: int = 0, parts: int = 1) -> torch.Tensor:
         nbytes = numel * dtype.itemsize
         start = _region(region, self.ranks) + self._used[region]
-        if nbytes:
+        first, last = nbytes * part // parts, nbytes * (part + 1) // parts
+        if first < last:
             try:
-                os.posix_fallocate(self._descriptor, start, nbytes)
+                os.posix_fallocate(self._descriptor, start + first, last - first)
             except OSError as error:
                 raise PlanError(no_room(nbytes, str(error.strerror))) from None
         self._used[region] += -(-nbytes // ALIGNMENT) * ALIGNMENT
