@@ -149,6 +149,7 @@ def load(way: str, folder: Path, dtype: str, sampled: bool) -> dict[str, Any]:
     """In a launched process: load once; wall time, CPU seconds, and samples of the set size."""
     import torch
     import transformers
+    from torch.distributed.tensor import DTensor
     from transformers import Qwen2ForCausalLM  # imported before the clock starts
     from transformers.distributed import DistributedConfig
 
@@ -171,7 +172,10 @@ def load(way: str, folder: Path, dtype: str, sampled: bool) -> dict[str, Any]:
     def theirs(**settings: Any) -> Any:
         model = Qwen2ForCausalLM.from_pretrained(folder, dtype=kind, **settings)
         for parameter in model.parameters():
-            parameter.data = parameter.data.clone()
+            if isinstance(parameter, DTensor):  # whose `data` cannot be replaced: its slice would stay in the file
+                parameter._local_tensor = parameter._local_tensor.clone()
+            else:
+                parameter.data = parameter.data.clone()
         return model
 
     def sharded() -> Any:
