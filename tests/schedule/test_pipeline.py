@@ -51,6 +51,26 @@ def test_the_lists_of_two_stages_in_words() -> None:
     assert words(of(last, Kind.RECEIVE_FORWARD)) == "RECV_F1.0@0<0 RECV_F1.1@0<0"
 
 
+@pytest.mark.parametrize("name", ["gpipe", "interleaved", "zb-h1", "pipedream", "2bw"])
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_replicas_have_equal_lists_where_all_stages_have_equally_many(name: str, chunks: int) -> None:
+    """Only the ranks and the numbers of the microbatches are others: one replica stands for all."""
+    if chunks > 1 and name not in CHUNKED:
+        return
+    pipeline = PipelineSchedule(name, Layout((3, 3), chunks, 2), 4, loans=(Loan(0, 2 * chunks - 1),))
+    alone = pipeline.distinct.stretch(2)
+    assert len(alone) == 2 and len(pipeline.narrow.stretch(2)) == 6
+
+    def unnumbered(actions: Schedule, replicas: int) -> Schedule:
+        number = lambda j: j if j is None else j // replicas  # noqa: E731
+        return [action._replace(microbatch=number(action.microbatch), peer=None) for action in actions]
+
+    for rank, actions in enumerate(pipeline.narrow.stretch(2)):
+        assert unnumbered(actions, 3) == unnumbered(alone[rank // 3], 1)
+    uneven = PipelineSchedule("1f1b", Layout((2, 1), 1, 4), 4)
+    assert uneven.distinct == uneven.narrow
+
+
 @settings(derandomize=True, deadline=None)
 @given(st.sampled_from(sorted(FLUSHING)), STAGES, st.integers(1, 3), st.integers(1, 8), DATA_RANKS, st.booleans())
 def test_a_flush_has_one_version_and_updates_at_the_end(

@@ -307,7 +307,7 @@ def make_stage(model: nn.Module, cut: Cut, mesh: Mesh, example: Any, run: Run) -
     if world.on_accelerator or mesh.platform.imitates:
         kinds = {"neighbours": True, "wraps": layout.chunks > 1, "loans": bool(stage.loans)}
         world.message_groups.separate([kind for kind, needed in kinds.items() if needed])
-    verify(stage.pipeline.narrow.stretch(VERIFIED_STEPS))
+    verify(stage.pipeline.distinct.stretch(VERIFIED_STEPS))
     return stage
 
 

@@ -1,5 +1,6 @@
 """Layout: chunks and microbatches of each rank."""
 
+from bisect import bisect_right
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -85,7 +86,7 @@ class Layout:
 
     def stage_of(self, rank: int) -> int:
         """The stage of a rank."""
-        return max(s for s, first in enumerate(self.first_ranks) if first <= rank)
+        return bisect_right(self.first_ranks, rank) - 1
 
     def replica_of(self, rank: int) -> int:
         """Which replica of its stage a rank is, or belongs to."""

@@ -107,6 +107,15 @@ class PipelineSchedule:
         """The lists of one rank of each replica; those of the others are the same but for the ranks that they name."""
         return replace(self, layout=self.layout.narrow)
 
+    @property
+    def distinct(self) -> "PipelineSchedule":
+        """The lists of `narrow`; of one replica alone where all stages have equally many.
+
+        These are then alike, and meet at reductions only.
+        """
+        layout = self.layout
+        return self.narrow if layout.uneven else replace(self, layout=Layout.equal(layout.stages, layout.chunks))
+
     def unlike(self, steps: int) -> int:
         """How many of so many steps have lists of their own: all steps of a stream, one of a schedule that flushes."""
         return steps if self.streams else 1

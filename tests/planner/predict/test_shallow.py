@@ -136,14 +136,14 @@ def test_blocks_unlike_those_at_the_end_are_kept() -> None:
 CUTS = [("8",), ("9",), ("3",), ("4", "8", "12"), ("2", "7", "12")]  # in the last, stages between have a wide block
 
 
-@pytest.mark.parametrize("cut", [(), *by_default(CUTS, CUTS[0], CUTS[3])], ids=str)
+@pytest.mark.parametrize("cut", [(), *by_default(CUTS, CUTS[0], CUTS[3], CUTS[4])], ids=str)
 def test_few_of_the_equal_blocks_tell_all_beside_others(cut: tuple[str, ...]) -> None:
     job, split = task(build=unlike, rows=16), tuple(f"layers.{name}" for name in cut)
     pipeline = {"pipeline_parallel.stages": len(cut) + 1, "pipeline_parallel.split": split} if cut else {}
     plan = zs.Plan(zero=0, microbatches=8).with_settings(pipeline)
     few, whole = (predict(job, plan, replace(PAIR, count=max(1, len(cut) + 1)), 16, deep) for deep in (False, True))
-    if cut != CUTS[-1]:  # whose fullest stage is neither the first nor the last
-        assert few.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.01)  # 4 KiB for each block of other stages
+    assert few.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.01)  # 4 KiB for each block of other stages
+    assert few.rank == whole.rank
     assert few.wire_bytes == whole.wire_bytes and few.phases.keys() == whole.phases.keys()
     assert few.seconds == pytest.approx(whole.seconds, rel=0.1)  # and about one launch in each microbatch
 
@@ -305,22 +305,24 @@ LONG: list[dict[str, Any]] = [
 
 
 @pytest.mark.whole
+@pytest.mark.parametrize("fuller", [8, 4, 7], ids="stage {}".format)
 @pytest.mark.parametrize("plan", LONG, ids=str)
-def test_the_ends_of_a_long_pipeline_are_those_of_a_short_one(plan: dict[str, Any]) -> None:
-    """The first of nine stages has nine microbatches in flight."""
+def test_stages_of_a_long_pipeline_are_those_of_a_short_one(plan: dict[str, Any], fuller: int) -> None:
+    """The first of nine stages has nine microbatches in flight, and one of them has two blocks."""
 
     def build() -> nn.Module:
         with torch.device("meta"):
             return GPT(replace(SHAPE, layers=10))
 
-    split = tuple(f"blocks.{number}" for number in range(1, 9))
+    split = tuple(f"blocks.{number + (number > fuller)}" for number in range(1, 9))
     cut = {"pipeline_parallel": 9, "pipeline_parallel.split": split, "microbatches": 18}
     job, whole = task(build=build, rows=36), zs.Plan.from_dict({**cut, **plan})
     ranks = 9 * whole.tensor.ranks * (1 + whole.zero)
     machines = Machines.of("A100-80", ranks, per_node=2)
     short, long = (predict(job, whole, machines, 18, deep=deep) for deep in (False, True))
     assert (short.rank, short.plan) == (long.rank, long.plan)
-    assert short.memory == pytest.approx(long.memory, rel=1e-3)
+    absent = 7 * 12 * 512  # the smallest allocation for each parameter of the blocks that the short one lacks
+    assert short.memory == pytest.approx(long.memory, rel=1e-3, abs=absent)
     assert short.wire_bytes == long.wire_bytes
     assert short.seconds == pytest.approx(long.seconds, rel=0.03)
 

@@ -2,12 +2,14 @@
 
 [Note: short pipelines] The first and the last stage of many are rehearsed as those of a pipeline of few stages: a stage
 does not see how many there are, except by the microbatches that it has in flight, which grow its memory evenly and
-follow from the schedule's actions.
+follow from the schedule's actions. Of those between, which hold fewer microbatches than the first, only one can need
+more memory: the first of those with the most parameters in its blocks. Where these are more than the first stage's, it
+is rehearsed too, as the second of one stage more.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 from zeroshard.comm.collectives import Purpose
@@ -52,17 +54,23 @@ class Staged:
     def rank_costs(
         self, task: TrainingTask, plan: Plan, machines: Machines, rows: int, stacks: Sequence[Stack] | None
     ) -> list[RankCosts]:
-        """The numbers of the first and the last stage, with few of their blocks; or of all stages, whole."""
+        """The numbers of the first, the last and the fullest stage between, with few of their blocks; or of all, whole.
+
+        All stages are rehearsed without `stacks`, or where the ranks of a stage differ.
+        """
         slices = [choices_of(plan).slicing.slices_of(n) for n in schedule_of(plan, machines.count).layout.replicas]
         owned = [owner_ranks(task, plan, 0, of) for of in slices]
         stacks = None if max(map(len, owned)) > 1 else stacks
-        chosen = sorted(set(range(plan.pipeline.stages)) if stacks is None else {0, plan.pipeline.stages - 1})
-        depths = None if _made_on_devices(task, machines) else _depths(plan, stacks or ())
+        cut = None if stacks is None else _cut(plan, stacks)
+        chosen = set(range(plan.pipeline.stages)) if stacks is None else {0, plan.pipeline.stages - 1}
+        chosen |= set() if cut is None else _fuller_than_the_first(task, plan, *cut)
+        depths = None if _made_on_devices(task, machines) else cut if _alike(plan) else None
         pipeline = plan.pipeline
         stages = pipeline.rehearsed_stages(plan.microbatches) if depths is not None else pipeline.stages
         found = []
-        for stage in chosen:
-            jobs = [_Job(task, plan, machines, rows, stage, depths, stages, rank) for rank in owned[stage]]
+        for stage in sorted(chosen):
+            few = min(stages + (stage in range(1, pipeline.stages - 1)), pipeline.stages)
+            jobs = [_Job(task, plan, machines, rows, stage, depths, few, rank) for rank in owned[stage]]
             found.append(largest_of([_of_stage(job) for job in jobs], slices[stage] * plan.tensor.ranks))
         return found
 
@@ -75,7 +83,8 @@ class Staged:
     def times(self, per_rank: Sequence[RankCosts], plan: Plan, machines: Machines) -> Times:
         """The time of all stages, simulated from their costs."""
         causes, spans = _times(per_rank, plan, machines)
-        note = f"{len(per_rank)} of {plan.pipeline.stages} stages were rehearsed, the first and the last."
+        between = ", the fullest between" if len(per_rank) > 2 else ""
+        note = f"{len(per_rank)} of {plan.pipeline.stages} stages were rehearsed, the first{between} and the last."
         return Times(causes, spans, (note,) * (len(per_rank) < plan.pipeline.stages))
 
 
@@ -105,8 +114,9 @@ class _Job:
 
     @property
     def place(self) -> int:
-        """The stage's number in the rehearsed pipeline, of which it is the first or the last if that is short."""
-        return min(self.stage, self.stages - 1)
+        """The stage's number in the rehearsed pipeline: if that is short, of the first, the second or the last."""
+        last = self.stage == self.plan.pipeline.stages - 1
+        return self.stage if not self.is_short else self.stages - 1 if last else min(self.stage, 1)
 
     def schedule(self, stages: int) -> PipelineSchedule:
         """One rank of each of so many stages."""
@@ -134,10 +144,14 @@ class _Job:
         return rehearse(task, plan, rank, ranks, rows, self.machines)
 
 
-def _depths(plan: Plan, stacks: Sequence[Stack]) -> tuple[Stack, tuple[int, ...]] | None:
-    """The stack and the blocks of its list in every chunk, if there is one stack; None to rehearse the model whole."""
-    alike = all(choice.alike for choice in choices_of(plan))
-    if len(stacks) != 1 or not plan.pipeline.split or not alike:
+def _alike(plan: Plan) -> bool:
+    """Whether equal blocks cost alike, so that few can be rehearsed for all."""
+    return all(choice.alike for choice in choices_of(plan))
+
+
+def _cut(plan: Plan, stacks: Sequence[Stack]) -> tuple[Stack, tuple[int, ...]] | None:
+    """The stack and the blocks of its list in every chunk, if there is one stack that the plan splits by name."""
+    if len(stacks) != 1 or not plan.pipeline.split:
         return None
     (stack,) = stacks
     starts = [name.removeprefix(f"{stack.path}." if stack.path else "") for name in plan.pipeline.split]
@@ -145,6 +159,16 @@ def _depths(plan: Plan, stacks: Sequence[Stack]) -> tuple[Stack, tuple[int, ...]
         return None
     edges = [0, *map(int, starts), stack.others + stack.depth]
     return stack, tuple(end - start for start, end in pairwise(edges))
+
+
+def _fuller_than_the_first(task: TrainingTask, plan: Plan, stack: Stack, depths: Sequence[int]) -> set[int]:
+    """The stage between the first and the last that may need the most memory, if any ([Note: short pipelines])."""
+    blocks = iter(whole_model(task.build).get_submodule(stack.path).children())
+    of_blocks = [sum(one.nbytes for one in block.parameters()) for block in blocks]
+    edges, stages = [0, *accumulate(depths)], plan.pipeline.stages
+    of_chunks = [sum(of_blocks[start:end]) for start, end in pairwise(edges)]
+    first, *between = (sum(of_chunks[stage::stages]) for stage in range(stages - 1))
+    return {1 + between.index(max(between))} if between and max(between) > first else set()
 
 
 def _made_on_devices(task: TrainingTask, machines: Machines) -> bool:
@@ -225,11 +249,9 @@ def _times(
 ) -> tuple[dict[str, float], tuple[tuple[Span, ...], ...]]:
     """Seconds of one step by cause, and the actions of each rank with their times."""
     pipeline = schedule_of(plan, machines.count)
+    lists_of = pipeline.distinct
     if pipeline.layout.uneven:
-        lists_of = replace(pipeline.narrow, loans=per_rank[0].last.pipeline.loans)
-    else:  # data ranks of an even layout meet at reductions only
-        layout = type(pipeline.layout).equal(plan.pipeline.stages, plan.pipeline.virtual_stages)
-        lists_of = replace(pipeline, layout=layout)
+        lists_of = replace(lists_of, loans=per_rank[0].last.pipeline.loans)
     rehearsed = per_rank[0].last.pipeline  # which may have fewer stages
     whole = rehearsed.layout.all_chunks == lists_of.layout.all_chunks
     lists_of = replace(lists_of, skips=rehearsed.skips * whole)
