@@ -11,6 +11,8 @@ from torch import nn
 
 import zeroshard as zs
 from moe.mixed import Mixed, batch, optimizer
+from zeroshard.doctor.hardware import Machines
+from zeroshard.moe.experts import experts
 from zeroshard.planner.choices import choices_of
 from zeroshard.planner.predict.rehearse import TrainingTask, rehearse
 from zeroshard.planner.search.text import short
@@ -52,6 +54,32 @@ def test_states_and_traffic_to_the_byte(pool: Pool, case: str) -> None:
         assert {**found.states, "activations": 0} == {**real[rank]["states"], "activations": 0}
         sent = {name: row for name, row in real[rank]["wire"].items() if name != "agreement" and any(row)}
         assert {name: row for name, row in found.wire.items() if name != "agreement" and any(row)} == sent
+
+
+@pytest.mark.parametrize("gpu, at_once", [("A100-80", True), (None, False)])
+def test_experts_are_rehearsed_as_the_device_computes_them(
+    gpu: str | None, at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bf16, GPUs multiply the rows of all experts in one product, of a mixture of any size."""
+    called: list[int] = []
+    grouped = experts.grouped_rows
+    monkeypatch.setattr(experts, "grouped_rows", lambda rows, *given: called.append(len(rows)) or grouped(rows, *given))
+    job = TrainingTask(whole_strides, lambda rows: torch.ones(rows, 8, 16), torch.optim.SGD, 2)
+    rehearse(job, zs.Plan(precision="bf16", zero=0), 0, 1, 2, gpu and Machines.of(gpu, 1))
+    assert len(called) == (2 if at_once else 0)  # of two steps
+
+
+def whole_strides() -> nn.Module:
+    class Mean(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mixture = zs.moe.MoE(16, 32, experts=4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            mean: torch.Tensor = self.mixture(x).square().mean()
+            return mean
+
+    return Mean()
 
 
 def test_a_plan_is_described() -> None:

@@ -11,6 +11,7 @@ This module imports only errors from zeroshard, and no other module names a devi
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from zeroshard.errors import OffloadError, PlanError
 HOSTS = ("cpu", "meta")  # types of devices without execution beside the host
 TRAINING = ("Event", "Stream", "current_stream", "get_rng_state", "set_device", "set_rng_state", "stream",
             "synchronize")  # fmt: skip
+_other_devices = ContextVar("other_devices", default=False)  # rehearsals run concurrently in threads
 _limited: set[torch.device] = set()  # whose allocators were limited here
 WAYS_OUT = {"cudart": "train without offload", "set_per_process_memory_fraction": "leave out device_memory"}
 PORTABLE = 1  # cudaHostRegisterPortable: for all devices
@@ -30,6 +32,21 @@ BUILDS = (("CUDA", "cuda"), ("ROCm", "hip"), ("XPU", "xpu"))  # name for people;
 def is_accelerator(device: torch.device) -> bool:
     """Whether the device has memory of its own, and runs operations while the host goes on."""
     return device.type not in HOSTS
+
+
+@contextmanager
+def as_on_devices() -> Iterator[None]:
+    """Compute with tensors on CPUs as on other devices inside, in this thread, for a rehearsal of other devices."""
+    token = _other_devices.set(True)
+    try:
+        yield
+    finally:
+        _other_devices.reset(token)
+
+
+def on_cpus(tensor: torch.Tensor) -> bool:
+    """Whether computations with a tensor take the ways that are best on CPUs."""
+    return tensor.device.type == "cpu" and not _other_devices.get()
 
 
 def built_for() -> str | None:

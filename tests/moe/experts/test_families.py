@@ -8,10 +8,12 @@ from torch import Tensor, nn
 
 from zeroshard.errors import ModelError, PlanError
 from zeroshard.moe.exchange.technique import ExpertTechnique
+from zeroshard.moe.experts import experts
 from zeroshard.moe.experts.families import find_experts, unknown_mixtures
 from zeroshard.moe.layer import MoE
 from zeroshard.moe.policy import ExpertParallel
 from zeroshard.parts.axes import Axis
+from zeroshard.platform.accelerator import as_on_devices
 
 pytest.importorskip("transformers")
 from moe.families import FAMILIES, UNKNOWN, route, routed, seeded, words
@@ -170,6 +172,21 @@ def test_limits_of_activations_are_kept() -> None:
     rows = 100 * torch.randn(5, 4)
     expected = module(rows, torch.tensor([[0], [0], [1], [1], [1]]), torch.ones(5, 1))
     torch.testing.assert_close(found.compute(rows, (2, 3), None), expected)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_in_bf16_accelerators_compute_all_experts_in_one_product(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[int] = []
+    grouped = experts.grouped_rows
+    monkeypatch.setattr(experts, "grouped_rows", lambda rows, *given: called.append(len(rows)) or grouped(rows, *given))
+    found = find_experts(seeded(family).to(torch.bfloat16))[0]
+    rows, gates, counts = torch.randn(9, 16).bfloat16(), torch.rand(9), (5, 0, 3, 1)
+    one_at_a_time = found.compute(rows, counts, gates)
+    assert not called
+    with as_on_devices():
+        at_once = found.compute(rows, counts, gates)
+    assert called == [9]
+    torch.testing.assert_close(at_once, one_at_a_time, rtol=0.05, atol=0.02)
 
 
 def test_modules_that_hold_part_of_the_experts_compute_these() -> None:

@@ -10,6 +10,7 @@ from zeroshard.moe.exchange.dispatch import gather_gates, gather_rows, order_of
 from zeroshard.moe.experts.activations import activation_of
 from zeroshard.moe.experts.experts import Experts, aligned, fits, grouped_rows, weighed
 from zeroshard.moe.experts.kernels import ExpertStack, expert_rows
+from zeroshard.platform.accelerator import as_on_devices
 from zeroshard.step.context import WeightGradients, Within
 
 
@@ -54,7 +55,10 @@ def test_counts_that_leave_rows_uninitialised_are_refused() -> None:
 def test_it_is_for_accelerators_in_16_bits_and_whole_strides() -> None:
     assert aligned(stack_of(16, 8, False, False, torch.bfloat16), torch.bfloat16)
     assert not aligned(stack_of(16, 6, False, False, torch.bfloat16), torch.bfloat16)
-    assert not fits(torch.randn(4, 16, dtype=torch.bfloat16), stack_of(16, 8, False, False, torch.bfloat16))
+    rows, stack = torch.randn(4, 16, dtype=torch.bfloat16), stack_of(16, 8, False, False, torch.bfloat16)
+    assert not fits(rows, stack)
+    with as_on_devices():  # in a rehearsal of accelerators
+        assert fits(rows, stack) and not fits(rows.float(), stack)
 
 
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")

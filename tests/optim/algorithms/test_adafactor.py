@@ -13,7 +13,7 @@ from torch import Tensor
 from zeroshard.optim import Adafactor
 from zeroshard.optim.algorithms import adafactor
 from zeroshard.optim.host import adafactor as host_adafactor
-from zeroshard.optim.host.states import as_on_devices
+from zeroshard.platform.accelerator import as_on_devices
 
 SHAPES = [(6, 4), (3, 7), (1, 5), (5, 1), (9,), (1,), ()]
 

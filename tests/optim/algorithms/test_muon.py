@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from zeroshard.optim import Muon, muon_groups
 from zeroshard.optim.algorithms.muon import QUINTIC, _batched, orthogonalize, symmetric_product
-from zeroshard.optim.host.states import as_on_devices
+from zeroshard.platform.accelerator import as_on_devices
 
 SHAPES = [(6, 4), (4, 6), (5, 5), (1, 3), (3, 1)]
 

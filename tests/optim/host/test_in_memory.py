@@ -12,7 +12,8 @@ from torch import Tensor
 
 import zeroshard as zs
 from zeroshard.optim.host.adam import adam_update
-from zeroshard.optim.host.states import HostStates, Scalars, as_on_devices
+from zeroshard.optim.host.states import HostStates, Scalars
+from zeroshard.platform.accelerator import as_on_devices
 
 Kind = Callable[..., torch.optim.Optimizer]
 KINDS = [torch.optim.Adam, torch.optim.AdamW]

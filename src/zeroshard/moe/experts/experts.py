@@ -24,6 +24,7 @@ from zeroshard.moe.experts.activations import activation_of
 from zeroshard.moe.experts.kernels import ExpertStack, check_counts, expert_rows, expert_tokens
 from zeroshard.moe.routing.record import Routing
 from zeroshard.moe.routing.statistics import Statistics
+from zeroshard.platform.accelerator import on_cpus
 from zeroshard.step.context import WeightGradients, store_for
 
 
@@ -104,9 +105,7 @@ class Experts(nn.Module):
         """
         if self._drops:
             return weighed(plain_rows(rows, counts, self._stack, self.dropout), gates)
-        if fits(rows, self._stack):
-            return weighed(grouped_rows(rows, counts, self._stack), gates)
-        return expert_rows(rows, counts, gates, self._stack)
+        return stacked_rows(rows, counts, gates, self._stack)
 
     @property
     def leaves_weight_gradients(self) -> bool:
@@ -125,6 +124,13 @@ class Experts(nn.Module):
         """Shapes and options."""
         width, hidden = self.down.shape[-2:]
         return f"width={width}, hidden={hidden}, experts={self.experts}, {self._kind}"
+
+
+def stacked_rows(rows: Tensor, counts: Sequence[int], gates: Tensor | None, stack: ExpertStack) -> Tensor:
+    """Rows [R, D] -> [R, D], sorted by expert, each times its gate: in one product where that fits the device."""
+    if fits(rows, stack):
+        return weighed(grouped_rows(rows, counts, stack), gates)
+    return expert_rows(rows, counts, gates, stack)
 
 
 def plain_rows(rows: Tensor, counts: Sequence[int], stack: ExpertStack, dropout: float = 0.0) -> Tensor:
@@ -271,7 +277,7 @@ STRIDE = 16  # bytes of which the operator needs rows to be multiples
 def fits(rows: Tensor, stack: ExpertStack) -> bool:
     """Whether these experts can and should be computed in one product."""
     device = rows.device.type
-    if device in ("cpu", "meta"):
+    if device == "meta" or on_cpus(rows):
         return False
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else rows.dtype
     return dtype is torch.bfloat16 and aligned(stack, dtype)

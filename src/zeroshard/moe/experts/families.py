@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.moe.experts.activations import ACTIVATIONS, Activation, Function, Gated, Traced
-from zeroshard.moe.experts.experts import compute_modules, weighed, with_gradients
-from zeroshard.moe.experts.kernels import ExpertStack, expert_rows
+from zeroshard.moe.experts.experts import compute_modules, stacked_rows, weighed, with_gradients
+from zeroshard.moe.experts.kernels import ExpertStack
 from zeroshard.moe.routing.record import Routing
 from zeroshard.moe.routing.statistics import Statistics
 from zeroshard.parts.technique import ROWS_OF_OTHERS
@@ -189,7 +189,7 @@ def _compute_by_kernels(
     into, out = getattr(module, up), getattr(module, DOWN)  # adapters of peft replace them by sums
     up_bias, down_bias = getattr(module, f"{up}_bias", None), getattr(module, f"{DOWN}_bias", None)
     stack = ExpertStack(into, out, activation, up_bias, down_bias, transposed=module.is_transposed)
-    return expert_rows(rows, counts, gates, stack)
+    return stacked_rows(rows, counts, gates, stack)
 
 
 def _compute_by_forward(module: Any, rows: Tensor, counts: Sequence[int], gates: Tensor | None) -> Tensor:

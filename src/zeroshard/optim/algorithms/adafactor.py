@@ -29,7 +29,7 @@ from zeroshard.optim.algorithms.tensor_optimizer import (
     state_dtype,
 )
 from zeroshard.optim.host import adafactor as host_adafactor
-from zeroshard.optim.host.states import on_cpus
+from zeroshard.platform.accelerator import on_cpus
 
 PIECE = 2**20  # elements of a piece on CPUs
 

@@ -7,7 +7,7 @@ import torch
 from torch.optim.adamw import adamw
 
 from zeroshard.optim.algorithms.tensor_optimizer import Options, State, put_back, state_dtype
-from zeroshard.optim.host.states import on_cpus
+from zeroshard.platform.accelerator import on_cpus
 
 
 def adam_update(

@@ -30,7 +30,7 @@ from zeroshard.optim.algorithms.tensor_optimizer import (
     put_back,
     state_dtype,
 )
-from zeroshard.optim.host.states import on_cpus
+from zeroshard.platform.accelerator import on_cpus
 
 Coefficients = tuple[float, float, float]
 QUINTIC: Coefficients = (3.4445, -4.7750, 2.0315)  # of Jordan's Muon, with the steepest slope at 0

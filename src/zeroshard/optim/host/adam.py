@@ -36,17 +36,8 @@ from torch.optim import Adam, AdamW, Optimizer
 from zeroshard.errors import OptimizerError
 from zeroshard.kernels import build
 from zeroshard.optim.host import tiled
-from zeroshard.optim.host.states import (
-    BLOCK,
-    Blockwise,
-    HostStates,
-    Moment,
-    Scalars,
-    StateSplit,
-    code_map,
-    lacks,
-    on_cpus,
-)
+from zeroshard.optim.host.states import BLOCK, Blockwise, HostStates, Moment, Scalars, StateSplit, code_map, lacks
+from zeroshard.platform.accelerator import on_cpus
 
 SOURCE = build.SOURCES / "host_adam.cpp"
 FLAGS = (

@@ -11,9 +11,7 @@ with zero gradients afterwards (of a row of an embedding, of an expert without t
 million times its first moment.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -21,24 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
-
-_other_devices = ContextVar("other_devices", default=False)  # rehearsals run concurrently in threads
-
-
-@contextmanager
-def as_on_devices() -> Iterator[None]:
-    """Update tensors on CPUs as on other devices inside, in this thread, for a rehearsal of other devices."""
-    token = _other_devices.set(True)
-    try:
-        yield
-    finally:
-        _other_devices.reset(token)
-
-
-def on_cpus(tensor: Tensor) -> bool:
-    """Whether a tensor is updated as on CPUs."""
-    return tensor.device.type == "cpu" and not _other_devices.get()
-
 
 BLOCK = 256  # elements that share one scale, unless an optimizer sets another number
 DECADES = 7

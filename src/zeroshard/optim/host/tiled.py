@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from zeroshard.optim.host.states import Blockwise, HostStates, Moment, Scalars, StateSplit, on_cpus
+from zeroshard.optim.host.states import Blockwise, HostStates, Moment, Scalars, StateSplit
+from zeroshard.platform.accelerator import on_cpus
 
 TILE = 2**16  # elements, on CPUs
 LARGE = 2**18  # on devices, where each operation has a fixed cost

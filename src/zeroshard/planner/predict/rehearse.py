@@ -24,7 +24,6 @@ from zeroshard.errors import PlanError
 from zeroshard.memory.ledger import Category, Event
 from zeroshard.memory.transfers import Task as Job
 from zeroshard.optim import StateLayout, layout_of
-from zeroshard.optim.host.states import as_on_devices
 from zeroshard.plan import Plan
 from zeroshard.planner.choices import choices_of, schedule_of
 from zeroshard.planner.predict.memory_tracker import Tracker
@@ -32,6 +31,7 @@ from zeroshard.planner.predict.result import TEMPORARIES, Span
 from zeroshard.planner.predict.shallow import ModelFacts, facts_of_model, quiet, whole_model
 from zeroshard.planner.predict.torch_internals import Results, fakes, in_backward
 from zeroshard.planner.predict.workspaces import beside_results
+from zeroshard.platform.accelerator import as_on_devices
 from zeroshard.platform.rehearsed import Clock, Rehearsal
 from zeroshard.schedule import PipelineSchedule
 from zeroshard.schedule.actions import COMPUTE
