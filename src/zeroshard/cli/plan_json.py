@@ -48,6 +48,7 @@ def as_json(
         },
         "rates": device.source,
         "looked_at": found.looked_at,
+        "left_out": found.left_out,
         "seconds": found.seconds,
         "earlier_search": found.kept,
         "plans": rehearsed[:best],

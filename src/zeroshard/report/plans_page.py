@@ -6,7 +6,7 @@ from pathlib import Path
 
 from zeroshard.errors import ReportError
 from zeroshard.planner.predict.result import Found, Prediction, Refusal
-from zeroshard.planner.search.text import alike, changes, named, seconds, short, why_first
+from zeroshard.planner.search.text import alike, changes, looked_at, named, seconds, short, why_first
 from zeroshard.report.page import compose
 from zeroshard.report.plan_page import plan_memory, plan_tables, plan_timeline, remarks
 from zeroshard.report.plans_chart import PlanPoint, plans_chart
@@ -79,7 +79,7 @@ def plans_page(plans: Sequence[ListedPlan], found: Found, title: str, notes: Seq
     """
     fitting = [plan for plan in plans if plan.prediction.fits]
     first = "plan-1" if fitting else None
-    looked = f"Looked at {found.looked_at} plans in {found.seconds:.0f} s."
+    looked = f"{looked_at(found)}."
     points = [
         PlanPoint(f"plan-{n}", f"Plan {n}, {one.name}", one.style, one.prediction.seconds, one.prediction.peak_bytes)
         for n, one in enumerate(plans, 1)

@@ -122,7 +122,7 @@ def test_it_says_how_many_plans_are_left_and_about_how_long(searched: Search) ->
     assert counted[0].startswith("0/") and all(" s left: " in line for line in counted)
     assert len({line.split(" plans")[0].split("/")[1] for line in counted}) == 1
     done, everything = (int(number) for number in counted[-1].split(" plans")[0].split("/"))
-    assert done == len(counted) - 1 and 0 < everything - done <= 3
+    assert everything - done == 1 and everything == len(counted) + searched.found.left_out
 
 
 def test_the_time_left_is_that_of_the_plans_ahead() -> None:
@@ -136,6 +136,22 @@ def test_the_time_left_is_that_of_the_plans_ahead() -> None:
     progress.begin(staged)
     assert progress.look(staged) == "2/4 plans, about 32 s left: "
     assert progress.look(staged) == "3/4 plans, about 16 s left: "
+    assert progress.left_out == 0
+
+
+def test_plans_that_are_not_needed_count_as_done() -> None:
+    one, *others = STAGES
+    progress = SearchProgress({one: 2, others[0]: 3, others[1]: 2, None: 1}, now=lambda: 0.0)
+    progress.begin(one)
+    assert progress.look(one) == "0/8 plans: "
+    progress.drop(others[0])
+    progress.begin(others[1])
+    assert progress.look(others[1]) == "5/8 plans: "
+    assert progress.left_out == 6  # so far
+    further = progress.then({HOST: 1}, 0)
+    further.begin(HOST)
+    assert [further.look(HOST), further.look(HOST)] == ["0/1 plans: ", "1/2 plans: "]
+    assert further.left_out == 6
 
 
 LEAN = {"activations.recompute": "blocks"}

@@ -247,6 +247,7 @@ class Found:
         ways: where no plan fits that trains every weight, sentences about the nearest ways, each with its needs.
         others: further plans that fit, in the same order.
         kept: whether it is that of an earlier search.
+        left_out: plans that were expected at the start of the search and turned out not to be needed.
     """
 
     best: tuple[Prediction, ...]
@@ -256,6 +257,7 @@ class Found:
     ways: tuple[str, ...] = ()
     others: tuple[Prediction, ...] = ()
     kept: bool = False
+    left_out: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, as JSON holds them."""
@@ -264,6 +266,7 @@ class Found:
             "others": [with_short_timeline(one).whole_dict() for one in self.others],
             "refused": [one.as_dict() for one in self.refused],
             "looked_at": self.looked_at,
+            "left_out": self.left_out,
             "seconds": self.seconds,
             "ways": list(self.ways),
         }
@@ -273,7 +276,8 @@ class Found:
         """The result that `as_dict` gave."""
         best, others = (tuple(Prediction.from_dict(one) for one in stored[name]) for name in ("best", "others"))
         refused = tuple(Refusal.from_dict(one) for one in stored["refused"])
-        return cls(best, refused, stored["looked_at"], stored["seconds"], tuple(stored["ways"]), others)
+        ways, left_out = tuple(stored["ways"]), stored["left_out"]
+        return cls(best, refused, stored["looked_at"], stored["seconds"], ways, others, left_out=left_out)
 
 
 def with_short_timeline(prediction: Prediction) -> Prediction:

@@ -21,7 +21,8 @@ Kind = tuple[bool, ...]
 class SearchProgress:
     """The progress of a search that tries one group of plans after another.
 
-    The number of all plans is that expected at the start, and grows only where more are looked at.
+    The number of all plans is that expected at the start, and grows only where more are looked at. Those that turn out
+    not to be needed count as done.
 
     Attributes:
         expected: expected number of plans to look at in each group, by its first plan; None is a group of others.
@@ -30,6 +31,7 @@ class SearchProgress:
         now: the clock.
         depth: blocks of the model, which are all rehearsed where they are not alike.
         spent: seconds, work and number of the plans looked at, by kind ([Note: kinds of work]).
+        before: plans that earlier groups left out.
     """
 
     expected: Mapping[Plan | None, int]
@@ -38,9 +40,11 @@ class SearchProgress:
     now: Callable[[], float] = time.perf_counter
     depth: int = 0
     spent: dict[Kind, tuple[float, float, int]] = field(default_factory=dict)
+    before: int = 0
     _left: dict[Plan | None, int] = field(init=False)
     _current: int = 0
     _looks: int = 0
+    _further: int = 0  # looks beyond those expected
     _last: tuple[Plan, float] | None = None  # the plan that is looked at, and its start
 
     def __post_init__(self) -> None:
@@ -57,7 +61,12 @@ class SearchProgress:
     def then(self, expected: Mapping[Plan | None, int], blocks: int) -> "SearchProgress":
         """The progress of a further search, with the times known by now."""
         self._end()
-        return SearchProgress(expected, self._unit, blocks, self.now, self.depth, self.spent)
+        return SearchProgress(expected, self._unit, blocks, self.now, self.depth, self.spent, self.left_out)
+
+    @property
+    def left_out(self) -> int:
+        """Plans that were expected and, by the end, not looked at."""
+        return self.before + self._every - self._looks
 
     def look(self, plan: Plan) -> str:
         """The prefix of the line about a plan: "12/31 plans, about 40 s left"; empty without expected numbers."""
@@ -65,15 +74,20 @@ class SearchProgress:
             return ""
         self._end()
         self._last = plan, self.now()
-        self._current = max(self._current, 1)
+        if not self._current:
+            self._current, self._further = 1, self._further + 1
         left = self._current * self._seconds_of(plan) + self.blocks / FEW_BLOCKS * self._unit
         left += sum(looks * self._seconds_of(one) for one, looks in self._left.items())
-        text = f"{self._looks}/{max(sum(self.expected.values()), self._looks + 1)} plans"
+        text = f"{self._every - self._current - sum(self._left.values())}/{self._every} plans"
         if self._unit:
             text += f", about {left:.0f} s left"
         self._looks += 1
         self._current -= 1
         return f"{text}: "
+
+    @property
+    def _every(self) -> int:
+        return sum(self.expected.values()) + self._further
 
     def _end(self) -> None:
         """Count the time of the plan that was looked at."""

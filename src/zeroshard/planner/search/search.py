@@ -114,11 +114,11 @@ def search(
             timed = [run.timed(prediction) for prediction in order[:MOST_TIMED]]
         order = [*sorted(timed, key=lambda p: (p.time_mode == "roofline", p.seconds)), *order[MOST_TIMED:]]
     order = with_whole_first(order, run.whole)
-    best = order[:top]
+    best, others = tuple(order[:top]), tuple(order[top:])
     whole = best and best[0].adapters == task.adapters
     ways = () if whole or plans is not None else run.ways()
-    spent = time.perf_counter() - began
-    return Found(tuple(best), tuple(run.refused), run.looked_at, spent, ways, tuple(order[top:]))
+    spent, left_out = time.perf_counter() - began, run.progress.left_out
+    return Found(best, tuple(run.refused), run.looked_at, spent, ways, others, left_out=left_out)
 
 
 @dataclass

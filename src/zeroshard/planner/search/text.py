@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from zeroshard.memory.ledger import Category
 from zeroshard.plan import Plan
 from zeroshard.planner.choices import choices_of
-from zeroshard.planner.predict.result import COPY, FETCHED, Prediction, Refusal
+from zeroshard.planner.predict.result import COPY, FETCHED, Found, Prediction, Refusal
 from zeroshard.planning.questions import LeftOut
 from zeroshard.text import format_bytes
 
@@ -56,6 +56,12 @@ def why_first(predictions: Sequence[Prediction]) -> str:
     if less > 0:
         return f"{fastest}, as many as plan 2, with {format_bytes(less)} less at the peak."
     return f"{fastest}, as many as plan 2."
+
+
+def looked_at(found: Found) -> str:
+    """How many plans a search looked at, and its duration."""
+    looked = f"Looked at {found.looked_at} plans in {found.seconds:.0f} s"
+    return looked + (f" and left {found.left_out} out, slower by estimates or not needed" if found.left_out else "")
 
 
 def short(plan: Plan, ranks: int | None = None) -> str:
