@@ -4,7 +4,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from zeroshard.cli.plan_answer import answer_lines, differing, job_of, listed
 from zeroshard.cli.plan_json import Layers, as_json
 from zeroshard.cli.plan_options import ROWS, SEQUENCE, PlanOptions, precision_for
 from zeroshard.doctor.hardware import Machines
-from zeroshard.errors import ConfigError, ModelError, ZeroshardError
+from zeroshard.errors import ConfigError
 from zeroshard.plan import Plan
 from zeroshard.planner.predict.cuts import boundaries_of
 from zeroshard.planner.predict.predict import predict, way_of
@@ -26,8 +26,9 @@ from zeroshard.planner.predict.result import Found, Prediction
 from zeroshard.planner.predict.shallow import quiet
 from zeroshard.planner.predict.torch_internals import fakes
 from zeroshard.planner.search.adapted import trained_as, with_adapters
+from zeroshard.planner.search.auto import failures_of
 from zeroshard.planner.search.kept import search_once
-from zeroshard.planner.search.text import describe, left_out, named, why_first
+from zeroshard.planner.search.text import describe, left_out, looked_at, named, why_first
 from zeroshard.report.plain_table import plain_table
 from zeroshard.report.plan_page import write_plan
 from zeroshard.report.plan_text import (
@@ -78,7 +79,7 @@ def run_plan(options: PlanOptions, machines: Machines | None) -> None:
     options = replace(options, precision=precision_for(options, machines))
     task, base = described_task(options, machines.count)
     title = f"{task.name}, {task.rows} rows of {task.sequence} tokens per step, on {machines}"
-    with _status() as say, _failures_of_own(options):
+    with _status() as say, failures_of(options.model) if options.own else nullcontext():
         found = search_once(
             task,
             machines,
@@ -243,7 +244,7 @@ def _print(
     for line in modes_lines(found.best, machines.device.source):
         console.print(line, style="dim")
     earlier = ", in an earlier search; --fresh searches again" if found.kept else ""
-    console.print(f"Looked at {found.looked_at} plans in {found.seconds:.0f} s{earlier}.", style="dim")
+    console.print(f"{looked_at(found)}{earlier}.", style="dim")
     console.print()
     for line in answer:
         console.print(line, soft_wrap=line.startswith("  "))
@@ -298,22 +299,6 @@ def _print_estimates(title: str, found: Found) -> None:
     console.print(title)
     console.print(plans_table(found.best, console.width, "First estimates, best first; every plan is rehearsed now"))
     console.print()
-
-
-@contextmanager
-def _failures_of_own(options: PlanOptions) -> Iterator[None]:
-    """Raise `ModelError` for any exception of a model of the user's code, or of its batches, in a rehearsal."""
-    try:
-        yield
-    except ZeroshardError:
-        raise
-    except Exception as error:
-        if not options.own:
-            raise
-        raise ModelError(
-            f"a step of {options.model} failed in a rehearsal ({type(error).__name__}: {error}); mend the model, or "
-            f"the function that makes its batches, until a forward and a backward work"
-        ) from error
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """`Plan.auto`: the fastest plan for a model and a batch of a program, by one search for all ranks of a job."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from zeroshard import errors
 from zeroshard.comm.collectives import Comm
 from zeroshard.comm.mesh import Mesh, init_mesh
 from zeroshard.doctor.hardware import Machines
-from zeroshard.errors import BatchError, CommError, PlanError, ZeroshardError
+from zeroshard.errors import BatchError, CommError, ModelError, PlanError, ZeroshardError
 from zeroshard.plan import SEARCHED, Plan
 from zeroshard.planner.choices import choices_of
 from zeroshard.planner.predict.copies import zeroed_copy
@@ -22,7 +23,7 @@ from zeroshard.planner.predict.torch_internals import is_fake
 from zeroshard.planner.search.identity import identity_of
 from zeroshard.planner.search.kept import search_once
 from zeroshard.planner.search.search import Say
-from zeroshard.planner.search.text import alike, describe, short
+from zeroshard.planner.search.text import alike, describe, looked_at, short
 from zeroshard.planner.search.this_machine import local_machines
 from zeroshard.planning.settings import check_whole, flat
 
@@ -56,7 +57,8 @@ def plan_for(
     task = task_of(model, batch, optimizer, count)
 
     def work(tell: Say) -> dict[str, Any]:
-        found = best_plans(task, hardware, base, tell, fresh)
+        with failures_of(type(model).__name__):
+            found = best_plans(task, hardware, base, tell, fresh)
         return {"plan": found.best[0].plan.as_dict(), "lines": why(found)}
 
     with torch.random.fork_rng(devices=[]):  # rehearsals do not change the program's generator
@@ -84,6 +86,20 @@ def best_plans(task: TrainingTask, machines: Machines, base: Plan, say: Say, fre
     return found
 
 
+@contextmanager
+def failures_of(model: str) -> Iterator[None]:
+    """Raise `ModelError` for any exception of a model of the user's code, or of its batches, in a rehearsal."""
+    try:
+        yield
+    except ZeroshardError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"a step of {model} failed in a rehearsal ({type(error).__name__}: {error}); mend the model, or its "
+            f"batches, until a forward and a backward work"
+        ) from error
+
+
 def refuse_chosen(base: Plan) -> None:
     """Refuse given values of fields that the search chooses.
 
@@ -102,7 +118,7 @@ def why(found: Found) -> list[str]:
     """Sentences about the best plan, the next best, and the refusals."""
     best, *others = found.best
     lines = describe(best)
-    looked = f"Looked at {found.looked_at} plans in {found.seconds:.0f} s{', in an earlier search' * found.kept}"
+    looked = f"{looked_at(found)}{', in an earlier search' * found.kept}"
     if others and best.seconds:
         behind = others[0].seconds / best.seconds - 1
         slower = f"{behind:.0%} slower" if behind >= 0.005 else "as fast"
@@ -156,8 +172,8 @@ def task_of(model: nn.Module, batch: Any, optimizer: Any, ranks: int) -> Trainin
     """The task of training a module on such batches.
 
     Raises:
-        PlanError: the model or the optimizer is none, or weights are quantised. BatchError: the batch has no common
-            first dimension.
+        PlanError: the model or the optimizer is none, or weights are quantised. ModelError: it has no parameter to
+            train. BatchError: the batch has no common first dimension.
     """
     if not isinstance(model, nn.Module):
         raise PlanError(f"The model is a {type(model).__name__}; a plan is made for an nn.Module.")
@@ -167,6 +183,10 @@ def task_of(model: nn.Module, batch: Any, optimizer: Any, ranks: int) -> Trainin
                 f"{name} is quantised ({parameter.dtype}), and a rehearsal has no copies of such weights; plan this "
                 f"model in floating point, or its adapters by `zeroshard plan --adapters qlora`, and give that plan."
             )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ModelError(
+            f"{type(model).__name__} has no parameter to train; set requires_grad on what is to be trained."
+        )
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
     sizes = {leaf.shape[0] if leaf.dim() else 0 for leaf in tensors}
     if len(sizes) != 1 or 0 in sizes:
