@@ -3,6 +3,7 @@
 import functools
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -45,7 +46,9 @@ def train(mesh: zs.Mesh, name: str, plan: dict[str, Any], rows: tuple[int, ...],
     )
     losses, norms = [], []
     for step, count in enumerate(rows):
-        result = engine.train_step((data(step, engine.data_rank, engine.data_ranks, count), step))
+        batch = data(step, engine.data_rank, engine.data_ranks, count), step
+        with mock.patch.object(Tensor, "__repr__", side_effect=AssertionError("a step made text of values")):
+            result = engine.train_step(batch)
         assert result.loss is not None
         losses.append(result.loss.item())
         norms.append(result.grad_norm)

@@ -190,6 +190,8 @@ def absent_in_transform(unit: str) -> PlanError:
 
 def explain_transform(error: BaseException) -> None:
     """Add a note to torch's error, if a transform met functions of the engine that it cannot go through."""
+    if not isinstance(error, RuntimeError):
+        return  # the text of an exception that leaves a stage would be the values of its activation
     if UNHOOKED in str(error):
         error.add_note(
             f"{IN_TRANSFORM}grad, vjp, jacrev or hessian are called in the forward of a model, where torch runs no "
