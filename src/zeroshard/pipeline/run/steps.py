@@ -141,21 +141,21 @@ class PipelineOrder(StepOrder):
         base = self.fed * pipeline.microbatches if pipeline.streams else 0
         own = stage.number  # the first of this rank's chunks
         rows = executor.random_numbers.number([part for part, _ in parts])
-        each_part = enumerate(zip(parts, rows, strict=True))
-        numbered = {stage.data_rank + stage.data_ranks * (base + k): part for k, part in each_part}
-        each = pipeline.update_every == 1 and pipeline.streams
-        executor.feed(
-            {
-                j: Microbatch(part, 1.0 if each else weight, rows_of_part)
-                for j, ((part, weight), rows_of_part) in numbered.items()
-                if pipeline.layout.rank_of(own, j, stage.place) == rank
-            }
-        )
         scope.mean = None
         scope.batches.add(batch)
         if pipeline.streams and not self.fed:
             scope.compare_batches(0)  # the others of a schedule that never flushes are compared at its end
         self._shapes = [executor.shapes(part) for part, _ in parts]
+        each_part = enumerate(zip(parts, rows, self._shapes, strict=True))
+        numbered = {stage.data_rank + stage.data_ranks * (base + k): part for k, part in each_part}
+        each = pipeline.update_every == 1 and pipeline.streams
+        executor.feed(
+            {
+                j: Microbatch(part, 1.0 if each else weight, rows_of_part, shapes)
+                for j, ((part, weight), rows_of_part, shapes) in numbered.items()
+                if pipeline.layout.rank_of(own, j, stage.place) == rank
+            }
+        )
         executor.run(pipeline.step(rank, self.fed) if pipeline.streams else self.actions)
         if pipeline.streams:
             self.fed += 1
