@@ -1,5 +1,6 @@
 """Stand-ins: the shapes that modules would return, without their weights."""
 
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -35,6 +36,19 @@ def test_every_shape_and_mode_of_the_input_has_its_own() -> None:
     assert placeholder(module, torch.zeros(4, 3), times=2, placeholders=placeholders).shape == (8, 6)
     module.eval()
     assert placeholder(module, torch.zeros(4, 3), placeholders=placeholders).shape == (4, 3)
+
+
+def test_every_structure_and_plain_value_of_the_input_has_its_own() -> None:
+    class Widened(nn.Module):
+        def forward(self, x: Tensor, options: Any) -> Tensor:
+            by = options["by"] if isinstance(options, dict) else len(options)
+            return x.repeat(1, by)
+
+    module, placeholders, x = Widened(), Placeholders(), torch.zeros(2, 3)
+    cases = [({"by": 2}, 6), ({"by": 3}, 9), ([x], 3), ((x, x), 6), ([[x, x]], 3), (OrderedDict(by=4), 12), ((), 0)]
+    for _ in range(2):
+        for options, width in cases:
+            assert placeholder(module, x, options, placeholders=placeholders).shape == (2, width)
 
 
 def test_a_recorded_call_is_followed_on_meta_only_after_a_cast() -> None:

@@ -307,7 +307,8 @@ class Chain:
     def _stand_in(self, passage: _Passage, gate: Gate, number: int, output: Any) -> Any:
         """A placeholder with the values that this stage has received."""
         if passage.bypass is None:
-            return tree_map(partial(unsent, path=gate.path), output)
+            alone = isinstance(output, Tensor)
+            return unsent(output, gate.path) if alone else tree_map(partial(unsent, path=gate.path), output)
         output = passage.bypass.fill(self.crossing, gate, number, output)
         if passage.passing is None:
             return output

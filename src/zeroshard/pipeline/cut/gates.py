@@ -99,7 +99,7 @@ def activation_at(tree: Any, place: int, gate: Gate) -> Tensor:
     Raises:
         ModelError: it cannot carry a gradient.
     """
-    leaves = tree_leaves(tree)
+    leaves = [tree] if isinstance(tree, Tensor) else tree_leaves(tree)
     if place < len(leaves) and _carries(leaves[place]):
         hidden: Tensor = leaves[place]
         return hidden
@@ -111,6 +111,8 @@ def activation_at(tree: Any, place: int, gate: Gate) -> Tensor:
 
 def with_activation(tree: Any, place: int, hidden: Tensor) -> Any:
     """The same arguments, or output, with another activation."""
+    if isinstance(tree, Tensor):
+        return hidden
     leaves, spec = tree_flatten(tree)
     leaves[place] = hidden
     return tree_unflatten(leaves, spec)

@@ -33,7 +33,7 @@ class Placeholders:
         self.seen: list[tuple[str, _Flat]] = []
         self._inside: list[tuple[Gate, _Flat]] | None = None  # calls of `inner` in a forward on meta
         self._known: dict[Any, tuple[_Flat, list[tuple[Gate, _Flat]]]] = {}
-        self._recorded: dict[Any, tuple[list[Any], _Flat, list[tuple[str, _Flat]]]] = {}
+        self._recorded: dict[Any, tuple[_Flat, _Flat, list[tuple[str, _Flat]]]] = {}  # arguments, output, calls inside
         self._on_meta: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] | None = None
         self._cast = False  # parameters have other dtypes than in the recorded calls
 
@@ -43,8 +43,7 @@ class Placeholders:
         Args:
             began: the length of `seen` before the call.
         """
-        shapes = tree_leaves(tree_map(_shape_of, (args, kwargs)))
-        self._recorded[_key(module, args, kwargs)] = shapes, shapes_of(output), self.seen[began:]
+        self._recorded[_key(module, args, kwargs)] = shapes_of((args, kwargs)), shapes_of(output), self.seen[began:]
         del self.seen[began:]
 
     def forget(self, cast: bool = False) -> None:
@@ -123,9 +122,9 @@ class Placeholders:
                 _, outputs, calls = self._recorded[key]
                 return outputs, [(gates[path], flat) for path, flat in calls if path in gates]
             recorded = {} if inside else self._recorded
-            shapes = tree_leaves(tree_map(_shape_of, (args, kwargs)))
-            for (one, *_, spec), (inputs, outputs, _) in recorded.items():
-                if one == id(module) and spec == key[-1]:
+            shapes, structure = shapes_of((args, kwargs))
+            for (one, *_), ((inputs, spec), outputs, _) in recorded.items():
+                if one == id(module) and spec == structure:
                     alike = _alike(inputs, outputs[0], shapes)
                     if alike is not None:
                         return (alike, outputs[1]), []
@@ -234,8 +233,12 @@ def _placeholder(leaf: Any, device: torch.device | None, writable: bool) -> Any:
 
 def _placeholder_tree(flat: _Flat, args: Any, kwargs: Any, writable: bool) -> Any:
     """Placeholders on the device of the arguments."""
-    device = next((leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
-    return tree_unflatten([_placeholder(leaf, device, writable) for leaf in flat[0]], flat[1])
+    first = args[0] if args and isinstance(args[0], Tensor) else None
+    given = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)) if first is None else (first,)
+    device = next((leaf.device for leaf in given), None)
+    leaves, structure = flat
+    found = [_placeholder(leaf, device, writable) for leaf in leaves]
+    return found[0] if structure.is_leaf() else tree_unflatten(found, structure)
 
 
 METADATA = ("__get__", "dim", "size", "stride", "numel", "element_size", "is_floating_point", "is_complex", "__len__")
@@ -274,16 +277,22 @@ def unsent(leaf: Any, path: str) -> Any:
 
 
 def _key(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    leaves, spec = tree_flatten((args, kwargs))
-    described = (
-        (leaf.shape, leaf.dtype)
-        if isinstance(leaf, Tensor)
-        else leaf
-        if isinstance(leaf, (int, float, str, bool, type(None)))
-        else type(leaf)
-        for leaf in leaves
-    )
-    return id(module), module.training, tuple(described), spec
+    return id(module), module.training, _described(args), _described(kwargs)
+
+
+def _described(tree: Any) -> Any:
+    """The structure, shapes, dtypes and plain values of a tree, many times faster than by torch's pytrees."""
+    kind = type(tree)
+    if isinstance(tree, Tensor):
+        return tree.shape, tree.dtype
+    if isinstance(tree, (int, float, str, bool, type(None))):
+        return tree
+    if kind is tuple or kind is list:
+        return kind, *map(_described, tree)
+    if kind is dict:
+        return kind, *tree, *map(_described, tree.values())
+    leaves, structure = tree_flatten(tree)
+    return kind if structure.is_leaf() else (structure, *map(_described, leaves))
 
 
 class _StandIn(torch.autograd.Function):
