@@ -397,7 +397,7 @@ class Plan:
             PlanError: the ranks do not divide among the stages, or the schedule cannot run.
         """
         pipeline, layout = self.pipeline, self.pipeline.layout(ranks, together or self.tensor.ranks)
-        gathers = self.zero == 3 and (max(layout.replicas) > 1 or self.offloading.parameters)
+        gathers = self.zero == 3 and (max(layout.replicas) > 1 or self.offloading.parameters or self.strict)
         each, sync = self.reduces_each_microbatch, pipeline.vertical_sync
         return PipelineSchedule(pipeline.schedule, layout, self.microbatches, sync, each, loans, gathers)
 

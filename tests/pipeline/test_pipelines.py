@@ -128,6 +128,12 @@ def test_reducing_every_microbatch(pool: Pool, zero: int) -> None:
     close(pool.run(train, 4, "TiedFive", plan, rows), plain("TiedFive", "sgd", rows))
 
 
+def test_strict_gathers_without_replicas(pool: Pool) -> None:
+    """The lists of actions gather each chunk, which has one rank, since `strict` keeps it in a slice."""
+    plan, rows = {"pipeline_parallel": 2, "microbatches": 2, "zero": 3, "strict": True}, (4,) * 2
+    close(pool.run(train, 2, "TiedFive", plan, rows), plain("TiedFive", "sgd", rows))
+
+
 _wholes: dict[str, Any] = {}  # the runs in one stage, by precision
 
 
