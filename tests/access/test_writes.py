@@ -10,6 +10,7 @@ import io
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, ClassVar
 
 import pytest
@@ -651,3 +652,31 @@ def run_copies(mesh: zs.Mesh, zero: int) -> Any:
 def test_copies_of_the_model_are_plain(pool: Pool, zero: int) -> None:
     for plain, readable, loss in pool.run(run_copies, 2, zero):
         assert plain and readable and loss < 10
+
+
+SENT: dict[str, Callable[[nn.Module], Any]] = {  # torch.multiprocessing moves the memory of tensors that it sends
+    "model": ForkingPickler.dumps,
+    "parameter": lambda model: ForkingPickler.dumps(next(model.parameters())),
+    "state dict": lambda model: ForkingPickler.dumps(model.state_dict()),
+    "share_memory": nn.Module.share_memory,
+}
+
+
+def run_sent(mesh: zs.Mesh, way: str) -> tuple[str, Any]:
+    model = build(Net)
+    engine = zs.Engine(model, maker, zs.Plan(zero=2), mesh=mesh)
+    step(engine, rows(0))
+    kept = SENT[way](model)
+    error = error_of(partial(step, engine, rows(1)))
+    del kept
+    return error, engine.state_dict() if error == "nothing" else None
+
+
+@pytest.mark.parametrize("way", SENT)
+def test_memory_that_ranks_share_does_not_move_in_silence(pool: Pool, way: str) -> None:
+    [(_, plain)] = pool.run(run_sent, 1, way)
+    for error, weights in pool.run(run_sent, 2, way):
+        if way in ("model", "parameter"):
+            assert all(torch.allclose(weights[name], plain[name], atol=TOLERANCE) for name in plain), error
+        else:
+            assert "no longer in the memory that all ranks share" in error and "engine.state_dict()" in error

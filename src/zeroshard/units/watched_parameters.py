@@ -99,7 +99,7 @@ class WatchedParameter(nn.Parameter):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        plain = self._plain()
+        plain = nn.Parameter(self.detach().clone(), self.requires_grad)  # torch.multiprocessing moves what it pickles
         plain.__dict__.update(self.__dict__)
         return plain.__reduce_ex__(protocol)
 
