@@ -107,7 +107,7 @@ def test_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
 
 def test_a_dtype_that_files_do_not_hold(tmp_path: Path) -> None:
     values = torch.zeros(1, dtype=torch.complex128)
-    with pytest.raises(CheckpointError, match=r"'x' is torch.complex128, which safetensors files do not hold"):
+    with pytest.raises(CheckpointError, match=r"'x' is torch.complex128, which safetensors .* complex64"):
         write_tensors(CheckpointDisk(), tmp_path / "f", [Slot("x", values.dtype, (1,))], [values])
 
 

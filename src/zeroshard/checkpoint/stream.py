@@ -71,7 +71,8 @@ def header_of(slots: list[Slot], metadata: dict[str, str] | None = None) -> byte
     offset = 0
     for slot in slots:
         if slot.dtype not in CODES:
-            raise CheckpointError(f"'{slot.key}' is {slot.dtype}, which safetensors files do not hold")
+            real = " (complex numbers: keep complex64, or torch.view_as_real of them)" if slot.dtype.is_complex else ""
+            raise CheckpointError(f"'{slot.key}' is {slot.dtype}, which safetensors files do not hold{real}")
         place = [offset, offset + slot.nbytes]
         table[slot.key] = {"dtype": CODES[slot.dtype], "shape": list(slot.shape), "data_offsets": place}
         offset = place[1]
