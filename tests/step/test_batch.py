@@ -145,3 +145,12 @@ def test_microbatches_that_the_caller_cut() -> None:
         torch.testing.assert_close(one, other.detach() - 0.1 * other.grad, msg=name)
     with pytest.raises(BatchError, match=r"has 1 parts and the plan microbatches=2; give 2"):
         engine.train_step(zs.Microbatches(parts[:1]))
+
+
+def test_the_loss_of_a_model_in_fp64_has_its_digits() -> None:
+    model, x = nn.Linear(3, 1).double(), torch.arange(6, dtype=torch.float64).view(2, 3) / 7
+    loss = model(x).square().mean().item()
+    engine = zs.Engine(
+        model, partial(torch.optim.SGD, lr=0.1), zs.Plan(), loss=lambda output, _: output.square().mean()
+    )
+    assert engine.train_step((x,)).loss.item() == loss

@@ -91,7 +91,7 @@ class OneStage(StepOrder):
     def _backwards(self, action: Action) -> None:
         start, (_, number) = self.interpreter.now(), key_of(action)
         loss = self._losses.pop(number)
-        self._mean += loss.value.detach().to(self._mean.device)
+        self._mean = self._mean + loss.value.detach().to(self._mean.device)  # in fp64 where the loss is
         with nullcontext() if number in self._reduced else self._backward.local():
             self._sequence.add(loss)
         self.interpreter.note(action, start)
