@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from jobs import error_of
 from pool import Pool
 from torch import nn
 
@@ -173,3 +174,18 @@ def test_gradients_that_one_rank_alone_had_are_gone_on_all(pool: Pool, zero: int
     for found in pool.run(discarding_branches, 2, list(ALL), zero):
         for way, weights in zip(ALL, found, strict=True):
             torch.testing.assert_close(weights, model.state_dict(), msg=lambda text, way=way: f"{way}: {text}")
+
+
+def discarding_alone(mesh: zs.Mesh) -> str:
+    """The error of a step before which rank 1 took away one gradient, and rank 0 none."""
+    model = net()
+    engine = zs.Engine(model, partial(torch.optim.SGD, lr=0.1), zs.Plan(zero=2), mesh=mesh)
+    engine.backward(engine(inputs(0, mesh.rank, mesh.ranks)).square().mean())
+    if mesh.rank:
+        model[1].weight.grad = None
+    return error_of(engine.step)
+
+
+def test_a_gradient_that_one_rank_takes_away_is_named_with_the_rank(pool: Pool) -> None:
+    for error in pool.run(discarding_alone, 2):
+        assert "(rank 0: none; rank 1: 1.weight): do so on every rank alike" in error

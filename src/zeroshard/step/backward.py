@@ -201,6 +201,7 @@ class Backward:
         under_scale: whether the engine multiplied the loss of the backward under way.
         losses: of those backwards.
         gradients: of all units, in their fixed order.
+        discards: of this rank since the ranks last agreed.
         weighs: whether losses are weighed by their counts alone, in `join`.
     """
 
@@ -216,12 +217,12 @@ class Backward:
         needs_scale: bool,
     ) -> None:
         self._gatherer, self._late, self._comm, self._needs_scale = gatherer, late, comm, needs_scale
-        self._active = False
-        self._began = 0.0
+        self._began: float | None = None  # when the backward under way began
         self.reduces = True
         self.under_scale = self.weighs = False
         self._count = 0
         self.losses = losses
+        self.discards: list[str] = []
         self._gradients: list[list[BufferedGradients]] = []
         self.gradients: list[BufferedGradients] = []
         self._only_trainable: list[bool] = []
@@ -285,14 +286,14 @@ class Backward:
         Raises:
             PlanError: a loss scale is in use and the loss was not multiplied by it.
         """
-        if self._active:
+        if self._began is not None:
             return
         if (self._needs_scale or self.weighs) and not self.under_scale:
             raise PlanError(
                 f"{'engine.join()' if self.weighs else 'Loss scaling'} is on, so the loss must be scaled: call "
                 f"engine.backward(loss) instead of loss.backward()."
             )
-        self._active = True
+        self._began = 0.0
         self._late.finish()  # of a step since this backward's forward
         self._began = self._late.background.now()
         for gradients in self.gradients:
@@ -330,8 +331,8 @@ class Backward:
             self.losses.clear()
             for gradients in self.gradients:
                 zero_all(gradients)
-        labels = [gradients.flat.label for gradients in self.gradients]
-        note_discard(self._comm, str(list(zip(labels, found, strict=True))) if left else "all gradients")
+        names = [g.flat.index.entries[n].name for g, gone in zip(self.gradients, found, strict=True) for n in gone]
+        note_discard(self, ", ".join(names) if left else "all gradients")
         return True
 
     def enter(self, unit: int) -> None:
@@ -342,14 +343,14 @@ class Backward:
 
     def leave(self) -> None:
         """Free and reduce the units that this backward has passed."""
-        if self._active:
+        if self._began is not None:
             self._gatherer.done()
             self._launch()
 
     def forget_interrupted(self) -> None:
         """Clean up after a backward that ended in an exception."""
-        if self._active and torch._C._current_graph_task_id() == -1:
-            self._active = False
+        if self._began is not None and torch._C._current_graph_task_id() == -1:
+            self._began = None
             self._gatherer.abandon()
 
     def listen(self, gradients: Gradients, parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -406,8 +407,8 @@ class Backward:
             self.reductions.launch_rest()
         self._gatherer.end()
         self.reductions.end()
-        self._active = False
-        self._late.background.note("backward", self._began)
+        self._late.background.note("backward", self._began or 0.0)
+        self._began = None
 
 
 def receive_from(backward: Backward, parts: Parts) -> None:
@@ -442,9 +443,10 @@ class ListedBackward(Backward):
             gradients.shown.begin()
 
 
-def note_discard(comm: Comm, label: str) -> None:
-    """Record a discard of gradients in the checksum that the ranks compare before an update."""
-    comm.digests["reduce"] = zlib.crc32(label.encode(), comm.digests["reduce"])
+def note_discard(backward: Backward, label: str) -> None:
+    """Record a discard of gradients, and in the checksum that the ranks compare before an update."""
+    backward.discards.append(label)
+    backward._comm.digests["reduce"] = zlib.crc32(label.encode(), backward._comm.digests["reduce"])
 
 
 class _Slot:

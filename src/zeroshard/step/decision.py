@@ -235,11 +235,18 @@ def written_flags(gradients: Gradients) -> bytes:
     return bytes(flag and entry.numel > 0 for entry, flag in zip(entries, written, strict=True))
 
 
-def check_same_step(answers: Sequence[Answer], groups: Sequence[Sequence[Sequence[int]]] = ()) -> None:
+def check_same_step(
+    answers: Sequence[Answer],
+    groups: Sequence[Sequence[Sequence[int]]] = (),
+    comm: Comm | None = None,
+    discards: list[str] | None = None,
+) -> None:
     """Check that all ranks are at the same step, after the same collectives.
 
     Args:
         groups: of each further axis, in the order of the answers' digests: the ranks that called layers together.
+        comm: of the ranks, which tell each other their discards where the checksums differ.
+        discards: this rank's discards of gradients since the last such check; they are cleared.
 
     Raises:
         CommError: they are not.
@@ -251,11 +258,16 @@ def check_same_step(answers: Sequence[Answer], groups: Sequence[Sequence[Sequenc
     for first, rank, compared in pairs:
         one, other = answers[first], answers[rank]
         if (one.step, one.digests[compared]) != (other.step, other.digests[compared]):
+            told = comm.agree_on(discards, "discards") if comm else []
+            each = "; ".join(f"rank {number}: {', then '.join(own) or 'none'}" for number, own in enumerate(told))
+            unlike = f" They discarded other gradients ({each}): do so on every rank alike."
             raise CommError(
                 f"The ranks disagree: rank {first} is at step {one.step} and rank {rank} at step {other.step}, "
                 "or they gathered and reduced different units on the way. Every rank must call forward, backward "
-                "and step equally often."
+                f"and step equally often.{unlike if any(own != told[0] for own in told) else ''}"
             )
+    if discards:
+        discards.clear()
 
 
 def check_settings(comm: Comm, groups: Groups) -> None:

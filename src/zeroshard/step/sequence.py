@@ -69,8 +69,8 @@ class StepResult:
         grad_norm: 2-norm of the whole mean gradient before clipping, as it is (it may be infinite or NaN).
         loss_scale: the loss scale of this step, 1.0 without loss scaling.
         skipped: whether the weights were left as they are.
-        loss: where losses are given by sum, the sum of all over their count; else of `train_step` this rank's mean
-            loss, and None after `step`.
+        loss: where losses are given by sum, the sum of all over their count, in fp32; else of `train_step` this rank's
+            mean loss (over stages that of all, in fp32), and None after `step`.
     """
 
     step: int
@@ -285,7 +285,7 @@ class StepSequence:
             return
         if drop:
             self.consume()
-            note_discard(self._axes.dense.slices.comm, "all gradients")
+            note_discard(self.backward, "all gradients")
         elif self.backward.take_back(everything=True):
             self._agreed = None
 
@@ -293,7 +293,7 @@ class StepSequence:
         """Measure the norm of reduced gradients again, which were changed; ranks compare the label in the agreement."""
         self._agreed = None
         if label:
-            note_discard(self._axes.dense.slices.comm, label)
+            note_discard(self.backward, label)
 
     def decide(self, step: int) -> None:
         """Reduce, agree and decide, before the first update of a step; a collective call.
@@ -447,7 +447,7 @@ class StepSequence:
         label = f"agreement on step {step}" + (f", {wanted}" if wanted else "")
         frames = self._axes.alike.agree(mine.pack(units), label)
         answers = [Answer.unpack(frame, units, len(mine.digests)) for frame in frames]
-        check_same_step(answers, self._axes.new_groups)
+        check_same_step(answers, self._axes.new_groups, self._axes.alike, self.backward.discards)
         batches.check([answer.digests[-1] for answer in answers], step)
         if len({answer.settings for answer in answers}) > 1:
             check_settings(self._axes.alike, groups)
