@@ -88,7 +88,7 @@ def stored_weights(reader: Reader, sources: Mapping[str, str]) -> tuple[dict[str
     found: dict[str, StoredWeight] = {}
     taken: set[str] = set()
     for label, row in table.items():
-        ends = {} if row is None else _ends(row)
+        ends = {} if row is None else ends_of(row)
         names = {end: end_of(label, "" if end == CODES and row["layout"] != STACK else end) for end in ends}
         if not names or names[CODES] not in sources:
             continue  # the package's own format, or a further name of a weight that is written once
@@ -99,7 +99,7 @@ def stored_weights(reader: Reader, sources: Mapping[str, str]) -> tuple[dict[str
     return found, taken
 
 
-def _ends(row: Row) -> dict[str, torch.dtype]:
+def ends_of(row: Row) -> dict[str, torch.dtype]:
     """The dtypes of a weight's tensors, by the ends of their names."""
     if row["type"] == "int8":
         return {CODES: torch.int8, "SCB": torch.float32}
@@ -126,7 +126,7 @@ def _checked(reader: Reader, label: str, row: Row, sources: dict[str, str]) -> S
     if row["type"] != "int8":
         blocks = -(-numel // row["blocksize"])
         sizes = {CODES: -(-numel // 2), "absmax": blocks, "nested_absmax": -(-blocks // NESTED_BLOCK), "offset": 1}
-    for end, dtype in _ends(row).items():
+    for end, dtype in ends_of(row).items():
         entry = reader.tensors[sources[end]]
         if entry.dtype != dtype or math.prod(entry.shape) != sizes[end] * count:
             raise DamagedError(

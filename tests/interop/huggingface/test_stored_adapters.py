@@ -233,7 +233,7 @@ def test_embeddings_that_grew_are_in_the_files_of_the_adapter(pool: Pool, tmp_pa
     assert merged.get_input_embeddings().weight.shape == (40, 16)
 
 
-def quantised(folder: Path, kind: str, targets: list[str]) -> None:
+def quantised(folder: Path, kind: str | None, targets: list[str]) -> None:
     """A checkpoint of adapters over a base in 4 or 8 bits, and the folders that its engine wrote."""
     from interop.huggingface.test_quantized import batch as words
     from interop.huggingface.test_quantized import optimizer
@@ -264,3 +264,21 @@ def test_a_base_that_was_quantised_while_it_was_read(tmp_path: Path, family: str
     assert same(export(tmp_path, "--adapter", "default", to="alone"), tmp_path / "adapter")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert "quantization_config" not in config
+
+
+@pytest.mark.parametrize("family, kind", [("llama", "nf4"), ("llama", "int8"), ("gpt2", "nf4")])
+def test_a_base_whose_files_hold_codes(tmp_path: Path, family: str, kind: str) -> None:
+    """Files that transformers wrote with bitsandbytes: their codes are read, not made again."""
+    pytest.importorskip("bitsandbytes")
+    from interop.huggingface.families import made
+    from interop.huggingface.test_quantized import folder, settings
+
+    if family == "gpt2":
+        made(family, n_embd=64).save_pretrained(tmp_path / "plain")
+    plain = tmp_path / "plain" if family == "gpt2" else folder(family)
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    load(plain, quantization_config=settings(kind), device_map="cpu").save_pretrained(tmp_path / "base")
+    quantised(tmp_path, None, ["c_attn", "c_proj"] if family == "gpt2" else ["q_proj", "v_proj"])
+    assert Reader(tmp_path / "saved").facts["base"]["tensors"]
+    assert same(export(tmp_path, "--merge"), tmp_path / "merged")
+    assert same(export(tmp_path, "--adapter", "default", to="alone"), tmp_path / "adapter")

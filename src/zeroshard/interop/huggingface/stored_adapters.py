@@ -3,9 +3,10 @@
 The model is built again on the meta device from the configurations in the manifest, those of transformers and of peft,
 so that names and sums are those of `engine.export`. Values come from the checkpoint, and those that it left out from
 the files of the base; their digests are compared ([Note: a base in files]). A base that was quantised while it was read
-is quantised again, matrix by matrix, to the codes that were trained upon.
+is quantised again, matrix by matrix, to the codes that were trained upon; one whose files hold codes is read as it is.
 """
 
+import copy
 import importlib
 import json
 import warnings
@@ -28,12 +29,13 @@ from zeroshard.checkpoint.export import CONFIG, ExportPlan
 from zeroshard.checkpoint.facts import FACTS, shown
 from zeroshard.errors import CheckpointError, DamagedError
 from zeroshard.interop.huggingface.pretrained import PretrainedValues
-from zeroshard.interop.huggingface.quantized import package
+from zeroshard.interop.huggingface.quantized import METHOD, package, quantise
 from zeroshard.interop.huggingface.scaled import quantisation_of
 from zeroshard.quantized.stacks import CODES, MatrixFormat
 from zeroshard.quantized.stored import FACT as QUANTISED
-from zeroshard.quantized.stored import stored_weights
+from zeroshard.quantized.stored import ends_of, stored_weights
 from zeroshard.quantized.weights import STACK, TURNED, end_of
+from zeroshard.units.adapters import base_names
 
 ENGINE = "Make the engine of the run, call engine.load(checkpoint), then engine.export(folder, merge=True)"
 
@@ -149,13 +151,17 @@ class CheckpointWeights:
     def _behind_codes(self, label: str, row: Mapping[str, Any]) -> Tensor:
         """The weight that the codes of a weight of the base stand for."""
         shape, dtype = self._model.get_parameter(label).shape, getattr(torch, row["dtype"])
-        whole = self._from_files(label, tuple(shape), dtype)
         stacked, turned = row["layout"] == STACK, row["layout"] == TURNED
-        matrices = list(whole) if stacked else [whole.T.contiguous() if turned else whole]
-        kind = MatrixFormat(row["type"], row["blocksize"], row["double"], matrices[0].shape, dtype)
-        made = [kind.quantised(matrix) for matrix in matrices]
-        for end in made[0]:
-            name = end_of(label, "" if end == CODES and not stacked else end)
+        each = shape[1:] if stacked else shape[::-1] if turned else shape
+        kind = MatrixFormat(row["type"], row["blocksize"], row["double"], torch.Size(each), dtype)
+        names = {end: end_of(label, "" if end == CODES and not stacked else end) for end in ends_of(row)}
+        if self._codes is None:
+            whole = self._from_files(label, tuple(shape), dtype)
+            matrices = list(whole) if stacked else [whole.T.contiguous() if turned else whole]
+            made = [kind.quantised(matrix) for matrix in matrices]
+        else:
+            made = [{end: self._code(names[end], kept) for end, kept in ends_of(row).items()}]
+        for end, name in names.items():
             tensors = [each[end] for each in made]
             self._compare(name, torch.stack(tensors) if stacked else tensors[0])
         values = [kind.whole(each) for each in made]
@@ -173,6 +179,15 @@ class CheckpointWeights:
         self._files.fill(f"weight:{name}", [BoxValues(Box.whole(shape), values)])
         return values
 
+    def _code(self, name: str, dtype: torch.dtype) -> Tensor:
+        """A tensor of codes or of statistics in the files of the base."""
+        named = base_names(self._model)
+        assert self._codes is not None and named is not None
+        inside = str(named(name)).removeprefix("base_model.model.")
+        values = torch.empty(tuple(self._left[name][0]), dtype=dtype)
+        self._codes.fill(f"weight:{inside}", [BoxValues(Box.whole(tuple(values.shape)), values)])
+        return values
+
     def _compare(self, name: str, values: Tensor) -> None:
         """Compare the digest of a tensor of the base."""
         shape, _, wanted = self._left.get(name, ((), "", None))
@@ -186,15 +201,32 @@ class CheckpointWeights:
 
     @cached_property
     def _files(self) -> PretrainedValues:
+        quantisation = quantisation_of(SimpleNamespace(quantization_config=self._quantisation))
+        return PretrainedValues(self._folder, self._model, False, "initialise", quantisation)
+
+    @cached_property
+    def _codes(self) -> PretrainedValues | None:
+        """The codes of the base, if its files hold these in the place of weights."""
+        if METHOD not in str((self._quantisation or {}).get("quant_method", "")):
+            return None
+        base = self._model.get_base_model()
+        with torch.device("meta"):
+            plain = type(base)(copy.deepcopy(base.config))
+        plain.config.quantization_config = self._quantisation
+        quantise(plain, self._folder, None, None)
+        quantisation = quantisation_of(SimpleNamespace(quantization_config=self._quantisation))
+        return PretrainedValues(self._folder, plain, False, "initialise", quantisation)
+
+    @cached_property
+    def _quantisation(self) -> Any:
+        """How the files of the base say that it was quantised."""
         if not self._folder.exists():
             raise CheckpointError(
                 f"{self._reader.path} left out its frozen base, which was read from {self._folder}, and that is not "
                 f"there. Name its folder with --base-folder."
             )
         config = self._folder / CONFIG
-        table = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
-        quantisation = quantisation_of(SimpleNamespace(quantization_config=table.get("quantization_config")))
-        return PretrainedValues(self._folder, self._model, False, "initialise", quantisation)
+        return json.loads(config.read_text(encoding="utf-8")).get("quantization_config") if config.is_file() else None
 
 
 def _built(reader: Reader, facts: Mapping[str, Any]) -> Any:
