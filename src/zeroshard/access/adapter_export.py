@@ -31,6 +31,7 @@ from zeroshard.units.adapters import base_names, layers_of_adapters
 FACT = "adapters"  # its key among the facts of a checkpoint
 EMBEDDINGS = ("embed_tokens", "lm_head")  # as peft knows them
 WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # as peft names them
+PREFIX = "base_model.model."  # of names of the base inside of peft's model
 Read = Callable[[Slot], Tensor]  # makes a source of a group; a collective call
 
 
@@ -68,7 +69,7 @@ def adapter_facts(model: Any) -> dict[str, Any]:
         tables = {name: _config_of(model, name) for name in model.peft_config}
     except TypeError:  # a value of the user's own that JSON lacks
         return {}
-    base = type(model.get_base_model()).__name__
+    base = type(base_of(model)).__name__
     return {FACT: {"class": base, "configs": tables, "active": _active(model), "trained": _trained_of_base(model)}}
 
 
@@ -123,7 +124,7 @@ def plan_merged(whole: TensorTable, model: Any, sizes: ExportSizes) -> tuple[Exp
         PlanError: the model is none of peft's, or an adapter cannot be merged.
     """
     active = list(dict.fromkeys(_active(model)))
-    base = model.get_base_model()
+    base = base_of(model)
     prefix = next(path for path, module in model.named_modules() if module is base)
     merging = _Merging(whole, model, active, f"{prefix}." if prefix else "")
     texts = texts_of(base)
@@ -268,8 +269,17 @@ def _check(path: str, layer: Any, active: list[str]) -> None:
         )
 
 
+def base_of(model: Any) -> Any:
+    """The model inside of peft's; one of transformers that took adapters in itself (`add_adapter`) is its own base."""
+    return model if _is_own_base(model) else model.get_base_model()
+
+
+def _is_own_base(model: Any) -> bool:
+    return bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
 def _is_peft(model: Any) -> bool:
-    return "base_model" in model._modules and hasattr(model, "get_base_model")
+    return _is_own_base(model) or ("base_model" in model._modules and hasattr(model, "get_base_model"))
 
 
 def _active(model: Any) -> list[str]:
@@ -283,6 +293,8 @@ def _active(model: Any) -> list[str]:
             f"adapters= and merge= are for models of peft, and this one is a {type(model).__name__}. Leave them out; "
             f"or give the engine peft.get_peft_model(model, config)."
         )
+    if _is_own_base(model):
+        return list(model.active_adapters())
     return list(getattr(model, "active_adapters", None) or [model.active_adapter])
 
 
@@ -321,12 +333,12 @@ def _state_dict_of_adapter(model: Any, adapter: str, state: dict[str, Tensor]) -
             CheckpointWarning,
             stacklevel=2,
         )
-    return found
+    return {f"{PREFIX}{name}": value for name, value in found.items()} if _is_own_base(model) else found
 
 
 def _embeddings(model: Any, adapter: str) -> Sequence[str]:
     """The paths of the input embeddings and of the output layer, but for those with a trained copy."""
-    base = model.get_base_model()
+    base = base_of(model)
     found = []
     for getter in ("get_input_embeddings", "get_output_embeddings"):
         try:
@@ -342,8 +354,7 @@ def _embeddings(model: Any, adapter: str) -> Sequence[str]:
 
 def _is_adapted(path: str) -> bool:
     """Whether the files of an adapter on the layer of this path hold the layer, too, as peft has it."""
-    *_, name, last = path.split(".")
-    return last == "base_layer" and name in EMBEDDINGS
+    return f".{path}".endswith(tuple(f".{name}.base_layer" for name in EMBEDDINGS))
 
 
 def _grew(model: Any, adapter: str) -> bool:
@@ -385,7 +396,7 @@ def _config_of(model: Any, adapter: str) -> dict[str, Any]:
     Raises:
         TypeError: it has a value that JSON lacks.
     """
-    config, base = copy.copy(model.peft_config[adapter]), model.get_base_model()
+    config, base = copy.copy(model.peft_config[adapter]), base_of(model)
     config.inference_mode = True
     if config.base_model_name_or_path is None:
         config.base_model_name_or_path = getattr(base, "name_or_path", None) or None

@@ -4,6 +4,7 @@ import json
 import shutil
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +45,19 @@ def several() -> nn.Module:
     return model
 
 
+def taken_in() -> nn.Module:
+    """A model of transformers that took adapters in itself, without peft's model around it."""
+    model: Any = base("llama")
+    torch.manual_seed(5)
+    for name, layers in (("default", ["q_proj", "down_proj"]), ("second", ["v_proj"])):
+        model.add_adapter(peft.LoraConfig(r=2, target_modules=layers, init_lora_weights=False), name)
+    model.set_adapter("default")
+    return model
+
+
 def write(mesh: zs.Mesh | None, name: str, plan: Plan, folder: Path) -> dict[str, Tensor]:
     """A checkpoint after a step over a base in files, with the folders of the engine; returns all weights."""
-    engine = engine_of(mesh, several() if name == "several" else adapted(name), **plan)
+    engine = engine_of(mesh, {"several": several, "taken in": taken_in}.get(name, partial(adapted, name))(), **plan)
     engine.load_weights(folder / "base")
     engine.train_step(rows_of(batch(0), engine.data_rank, engine.data_ranks))
     engine.save(folder / "saved", wait=True)
@@ -93,6 +104,26 @@ def test_files_are_those_of_the_engine_and_sums_those_of_peft(
     assert trained
     for key in trained:
         assert torch.equal(again[key], weights[key.replace(".default.", f".{active}.")]), key
+
+
+def test_a_model_that_took_adapters_in_itself(tmp_path: Path) -> None:
+    """As `add_adapter` of transformers makes it; the files are those of peft's model around the same base."""
+    plain: Any = base("llama")
+    plain.save_pretrained(tmp_path / "base")
+    weights = write(None, "taken in", {}, tmp_path)
+    assert same(export(tmp_path, "--merge"), tmp_path / "merged")
+    assert same(export(tmp_path, "--adapter", "default", to="alone"), tmp_path / "adapter")
+    model: Any = peft.PeftModel.from_pretrained(plain, tmp_path / "alone")
+    state = model.state_dict()
+    trained = {key: value for key, value in state.items() if ".default." in key}
+    assert len(trained) == 8
+    assert all(torch.equal(value, weights[key.removeprefix("base_model.model.")]) for key, value in trained.items())
+    found = type(plain).from_pretrained(tmp_path / "merged").state_dict()
+    assert all(torch.equal(found[key], value) for key, value in model.merge_and_unload().state_dict().items())
+    loaded: Any = base("llama")
+    loaded.load_adapter(str(tmp_path / "alone"))
+    ours = {key: value for key, value in loaded.state_dict().items() if ".default." in key}
+    assert len(ours) == 8 and all(torch.equal(value, weights[key]) for key, value in ours.items())
 
 
 @pytest.mark.parametrize("name, plan", [("dora", NETWORK), ("lora", STAGES), ("experts", EXPERTS)])

@@ -19,7 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroshard.access.adapter_export import FACT, ExportSizes, Read, plan_adapter, plan_merged
+from zeroshard.access.adapter_export import (
+    FACT,
+    PREFIX,
+    ExportSizes,
+    Read,
+    base_of,
+    plan_adapter,
+    plan_merged,
+)
 from zeroshard.access.frozen_base import Row
 from zeroshard.access.whole_weights import HeldBoxes
 from zeroshard.checkpoint import Reader, Slot
@@ -183,7 +191,7 @@ class CheckpointWeights:
         """A tensor of codes or of statistics in the files of the base."""
         named = base_names(self._model)
         assert self._codes is not None and named is not None
-        inside = str(named(name)).removeprefix("base_model.model.")
+        inside = str(named(name)).removeprefix(PREFIX)
         values = torch.empty(tuple(self._left[name][0]), dtype=dtype)
         self._codes.fill(f"weight:{inside}", [BoxValues(Box.whole(tuple(values.shape)), values)])
         return values
@@ -209,7 +217,7 @@ class CheckpointWeights:
         """The codes of the base, if its files hold these in the place of weights."""
         if METHOD not in str((self._quantisation or {}).get("quant_method", "")):
             return None
-        base = self._model.get_base_model()
+        base = base_of(self._model)
         with torch.device("meta"):
             plain = type(base)(copy.deepcopy(base.config))
         plain.config.quantization_config = self._quantisation
@@ -247,7 +255,8 @@ def _built(reader: Reader, facts: Mapping[str, Any]) -> Any:
     try:
         with warnings.catch_warnings(), torch.device("meta"):
             warnings.simplefilter("ignore")  # of peft, about names of bases
-            model = _adapted(kind, config, reader.facts, facts["configs"], peft)
+            wraps = any(name.startswith(PREFIX) for name in reader.names("weight"))
+            model = _adapted(kind, config, reader.facts, facts["configs"], peft if wraps else None)
     except Exception as error:  # of any kind, by values in the manifest
         raise CheckpointError(
             f"transformers and peft cannot build the model of {reader.path}: {error}. Install the versions of the run; "
@@ -255,25 +264,28 @@ def _built(reader: Reader, facts: Mapping[str, Any]) -> Any:
         ) from error
     for path, parameter in model.named_parameters():
         parameter.requires_grad_(path in facts["trained"])
-    model.base_model.set_adapter(facts["active"])
+    (model.base_model if wraps else model).set_adapter(facts["active"])
     return model
 
 
 def _adapted(kind: Any, config: Any, facts: Mapping[str, Any], configs: Mapping[str, Any], peft: Any) -> Any:
-    """A base with adapters, built by transformers and peft."""
+    """A base with adapters, built by transformers and peft; without peft's own model around it if `peft` is None."""
     base = kind(kind.config_class.from_dict(config))
     base.config.name_or_path = base.name_or_path = facts.get("origin") or ""
     if facts.get("generation") and hasattr(base, "generation_config"):
         generation: Callable[..., Any] = importlib.import_module("transformers").GenerationConfig.from_dict
         base.generation_config = generation(facts["generation"])
-    model: Any = None
+    model: Any = base if peft is None else None
+    kinds = importlib.import_module("peft").PeftConfig
     for name, table in configs.items():
-        made = peft.PeftConfig.from_peft_type(**table)
+        made = kinds.from_peft_type(**table)
         if getattr(made, "init_lora_weights", True) not in (True, False):
             made.init_lora_weights = True  # others compute values of the base, which has none here
         if model is None:
             model = peft.get_peft_model(base, made, adapter_name=name)
+        elif peft is None:
+            model.add_adapter(made, name)
         else:
             model.add_adapter(name, made)
-        model.peft_config[name] = peft.PeftConfig.from_peft_type(**table)  # peft has changed the other one
+        model.peft_config[name] = kinds.from_peft_type(**table)  # peft has changed the other one
     return model
