@@ -153,17 +153,21 @@ def _check_overlaps(model: nn.Module) -> None:
     """Refuse parameters that view common elements: in flat buffers each has elements of its own."""
     places: dict[int, list[tuple[int, int, str]]] = {}
     for name, parameter in model.named_parameters():
-        if not parameter.is_meta and parameter.layout is torch.strided and parameter.numel():
+        if parameter.layout is torch.strided and parameter.numel():
             first = int(parameter.storage_offset())
             last = first + sum((n - 1) * step for n, step in zip(parameter.shape, parameter.stride(), strict=True))
             places.setdefault(parameter.untyped_storage()._cdata, []).append((first, last, name))
     for extents in places.values():
         for (_, last, name), (first, _, other) in pairwise(sorted(extents)):
             if first <= last:
+                way = "Use one nn.Parameter under both names (tied weights), or one of which the forward takes views."
+                if "lora_" in name:
+                    way = (
+                        "Leave out ensure_weight_tying of peft; or name the layer in modules_to_save, not as a target."
+                    )
                 raise ModelError(
                     f"'{name}' and '{other}' are parameters over the same memory, which they would not share in the "
-                    f"engine's buffers. Use one nn.Parameter under both names (tied weights), or one parameter of "
-                    f"which the forward takes views."
+                    f"engine's buffers. {way}"
                 )
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import zeroshard as zs
 from zeroshard.checkpoint import Reader
 from zeroshard.cli.main import main
-from zeroshard.errors import CheckpointError, CheckpointWarning, DamagedError
+from zeroshard.errors import CheckpointError, CheckpointWarning, DamagedError, ModelError
 from zeroshard.interop.huggingface.stored_adapters import CheckpointWeights, planned_adapters
 
 peft = pytest.importorskip("peft")
@@ -136,6 +136,19 @@ def test_they_are_the_same_under_any_plan(pool: Pool, tmp_path: Path, name: str,
     moved = ("--base-folder", str(tmp_path / "elsewhere"))
     assert same(export(tmp_path, "--merge", *moved), tmp_path / "merged")
     assert same(export(tmp_path, "--adapter", "default", *moved, to="alone"), tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_adapters_that_are_views_of_each_other_are_refused(device: str) -> None:
+    """Those that peft makes on tied layers: each is the transpose of another."""
+    with torch.device(device):
+        plain: Any = base("llama")
+        plain.config.tie_word_embeddings = True
+        plain.tie_weights()
+        tied = {"target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": True}
+        model = peft.get_peft_model(plain, peft.LoraConfig(r=2, task_type="CAUSAL_LM", **tied))
+    with pytest.raises(ModelError, match=r"'.*lm_head\.lora_B.* are parameters over .*Leave out ensure_weight_tying"):
+        engine_of(None, model)
 
 
 def planned(folder: Path, **facts: Any) -> None:
