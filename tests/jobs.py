@@ -29,7 +29,7 @@ def error_of(call: Callable[[], Any]) -> str:
     return "nothing"
 
 
-def run_job(script: Path, *words: str, ranks: int = 2, **variables: str) -> str:
+def run_job(script: Path, *words: str, ranks: int = 2, patience: float = PATIENCE, **variables: str) -> str:
     """What a script with `words` behind its name and `variables` in its environment prints, rank after rank.
 
     Raises:
@@ -46,7 +46,7 @@ def run_job(script: Path, *words: str, ranks: int = 2, **variables: str) -> str:
             for process in processes:
                 process.start()
             for rank, (pipe, _) in enumerate(pipes):
-                assert pipe.poll(PATIENCE), f"rank {rank} of {script.name} is not done after {PATIENCE:.0f} s"
+                assert pipe.poll(patience), f"rank {rank} of {script.name} is not done after {patience:.0f} s"
                 answers.append(pipe.recv())
         finally:
             for process in processes:

@@ -16,7 +16,7 @@ for needed in ("transformers", "accelerate", "trl"):
     pytest.importorskip(needed)
 KINDS = (
     *("transformers.TrainingArguments", "transformers.Seq2SeqTrainingArguments"),
-    *("trl.SFTConfig", "trl.DPOConfig", "trl.RewardConfig"),
+    *("trl.SFTConfig", "trl.DPOConfig", "trl.RewardConfig", "trl.KTOConfig", "trl.GRPOConfig", "trl.RLOOConfig"),
 )
 REFUSED: dict[str, Any] = {  # a value of each argument that is refused, and words of the way out
     "torch_compile_mode": ("reduce-overhead", "max-autotune-no-cudagraphs"),
@@ -33,6 +33,10 @@ REFUSED: dict[str, Any] = {  # a value of each argument that is refused, and wor
     "deepspeed": ("ds_config.json", "zs.from_deepspeed"),
     "optim": ("lomo", "adamw_torch"),
     "sync_ref_model": (True, "zero=2"),
+    "use_vllm": (True, "leave it out"),
+    "use_transformers_continuous_batching": (True, "leave it out"),
+    "use_transformers_paged": (True, "leave it out"),
+    "cast_lm_head_to_fp32": (True, "precisions"),
     "activation_offloading": (True, "offload='activations'"),
 }
 AFTERWARDS = {"parallelism_config", "deepspeed", "enable_jit_checkpoint", "optim"}  # which need packages or devices
@@ -101,6 +105,13 @@ def test_a_field_of_a_newer_version_is_refused_once_it_is_set(tmp_path: Path, mo
     plan_of(made(tmp_path), None)
     with pytest.raises(ConfigError, match="data_seed=3 is an argument that this version does not know"):
         plan_of(made(tmp_path, data_seed=3), None)
+
+
+def test_fields_of_a_users_own_class_are_the_users(tmp_path: Path) -> None:
+    own = dataclasses.make_dataclass("Own", [("rows", int, 3)], bases=(kind_of(KINDS[0]),))
+    assert plan_of(own(str(tmp_path), use_cpu=True, rows=5), zs.Plan(zero=1)) == zs.Plan(zero=1)
+    with pytest.raises(ConfigError, match=r"Own\.bf16_full_eval=True is not carried out"):
+        plan_of(own(str(tmp_path), use_cpu=True, rows=5, bf16_full_eval=True), None)
 
 
 def test_an_argument_without_an_effect_is_a_warning(tmp_path: Path) -> None:

@@ -1,15 +1,17 @@
 """Trainers of transformers and TRL over an engine: their losses, and the arguments that people give them."""
 
+import functools
 import importlib
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import jobs
 import pytest
 import torch
 from interop import trainer_cases as cases
-from jobs import run_job
 from selection import by_default
 
 import zeroshard as zs
@@ -19,6 +21,9 @@ for needed in ("transformers", "accelerate", "trl"):
     pytest.importorskip(needed)
 ROOT = Path(__file__).parents[2]
 CASES = [(name, plan) for name in cases.NAMES for plan in cases.PLANS]
+HABITS = [(name, plan) for name in cases.HABITS for plan in ("zero 3", "offload")]
+PATIENCE = 8 * jobs.PATIENCE  # seconds of a job with `--whole`, which has ten times the runs
+Records = Callable[[str], dict[str, Any]]
 EXACT = ("loss", "learning_rate", "eval_loss", "eval_tokens", "mean_token_accuracy", "accuracy")
 
 
@@ -31,35 +36,47 @@ def runs() -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory, whole: bool) -> dict[str, Any]:
-    """The records of one job of two ranks, or with `--whole` of one for each trainer."""
-    records: dict[str, Any] = {"curves": {}}
-    for part in ("dear", *cases.NAMES) if whole else ("default",):
-        folder = tmp_path_factory.mktemp("trainers")
-        run_job(ROOT / "tests" / "interop" / "transformers_runs.py", str(folder), part)
-        found = torch.load(folder / "found.pt", weights_only=True)
-        records |= {**found, "curves": records["curves"] | found["curves"]}
-    return records
+def found(tmp_path_factory: pytest.TempPathFactory, whole: bool) -> Records:
+    """The records of one job of two ranks, or with `--whole` of one for each trainer and one for the rest."""
+
+    done: dict[str, dict[str, Any] | AssertionError] = {}
+
+    def of_job(part: str) -> dict[str, Any]:
+        if part not in done:
+            folder, script = tmp_path_factory.mktemp("trainers"), ROOT / "tests" / "interop" / "transformers_runs.py"
+            try:
+                jobs.run_job(script, str(folder), part, patience=PATIENCE if whole else jobs.PATIENCE)
+                done[part] = torch.load(folder / "found.pt", weights_only=True)
+            except AssertionError as error:  # of a rank; the tests of a job fail together
+                done[part] = error
+        if isinstance(found := done[part], AssertionError):
+            raise found
+        return found
+
+    return lambda part: of_job(part if whole else "default")
 
 
 @pytest.fixture(scope="module")
-def plain(runs: ModuleType, tmp_path_factory: pytest.TempPathFactory, whole: bool) -> dict[str, Any]:
-    """The records of the same trainers in this process, without an engine."""
+def plain(runs: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Records:
+    """The records of a trainer or a feature in this process, without an engine."""
     from accelerate.state import AcceleratorState, GradientState
 
-    folder = tmp_path_factory.mktemp("plain")
     AcceleratorState._reset_state(reset_partial_state=True)  # of other tests in this process
     GradientState._reset_state()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trained = {name: [""] for name in (cases.NAMES if whole else cases.DEFAULT)}
-        return {"curves": runs.curves(folder, trained), **runs.plain_features(folder, whole)}
+
+    @functools.cache
+    def alone(name: str) -> dict[str, Any]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return dict(runs.plain(tmp_path_factory.mktemp("plain"), name))
+
+    return alone
 
 
 @pytest.mark.parametrize("case", by_default(CASES, *cases.DEFAULT.items()), ids=", ".join)
-def test_losses_are_those_of_one_process(found: dict[str, Any], plain: dict[str, Any], case: tuple[str, str]) -> None:
+def test_losses_are_those_of_one_process(found: Records, plain: Records, case: tuple[str, str]) -> None:
     trainer, plan = case
-    run, alone = found["curves"][f"{trainer}, {plan}"], plain["curves"][trainer]
+    run, alone = found(trainer)["curves"][f"{trainer}, {plan}"], plain(trainer)
     assert len(run["loss"]) == 20
     compared = [name for name in EXACT if name in alone]
     for name in compared:
@@ -68,58 +85,74 @@ def test_losses_are_those_of_one_process(found: dict[str, Any], plain: dict[str,
     assert ("eval_tokens" in compared) == (trainer == "seq2seq")  # generated, at every stage
 
 
-def test_sums_over_tokens_with_label_smoothing(found: dict[str, Any], plain: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "case", by_default(HABITS, *((name, "zero 3") for name in cases.HABITS_DEFAULT)), ids=", ".join
+)
+def test_habits_change_no_loss(found: Records, plain: Records, case: tuple[str, str]) -> None:
+    """Streams, packed rows, labels of answers alone, batches without any, and trainers that generate."""
+    trainer, plan = case
+    run, alone = found("habits")["curves"][f"{trainer}, {plan}"], plain(trainer)
+    assert len(run["loss"]) == cases.steps_of(trainer)
+    for name in ("loss", "learning_rate", "reward", "completions/mean_length", "mean_token_accuracy", "kl"):
+        if name in alone:
+            assert run[name] == pytest.approx(alone[name], rel=1e-5, abs=1e-5), name
+    assert run["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-4, abs=1e-6)
+    assert ("reward" in alone) == (trainer in ("grpo", "rloo"))
+    assert 0.0 in run["loss"] or trainer != "without labels"
+
+
+def test_sums_over_tokens_with_label_smoothing(found: Records, plain: Records) -> None:
     for name in ("loss", "grad_norm"):
-        assert found["accumulates"][name] == pytest.approx(plain["accumulates"][name], rel=1e-5)
+        assert found("rest")["accumulates"][name] == pytest.approx(plain("accumulates")[name], rel=1e-5)
 
 
-def test_batches_without_a_label_count_nothing(found: dict[str, Any], plain: dict[str, Any]) -> None:
+def test_batches_without_a_label_count_nothing(found: Records, plain: Records) -> None:
     """On one rank, and on all of them, where the loss is 0 and the gradients are zeros."""
-    mine, alone = found["few labels"], plain["few labels"]
+    mine, alone = found("rest")["few labels"], plain("few labels")
     for name in ("loss", "grad_norm"):
         assert mine[name] == pytest.approx(alone[name], rel=1e-5, abs=1e-6)
     assert 0 in alone["loss"] and len(alone["loss"]) == 20
 
 
 @pytest.mark.whole
-def test_bf16_is_the_precision_of_the_plan(found: dict[str, Any], plain: dict[str, Any]) -> None:
-    precision, run = found["bf16"]
+def test_bf16_is_the_precision_of_the_plan(found: Records, plain: Records) -> None:
+    precision, run = found("rest")["bf16"]
     assert precision == "bf16"
-    assert run["loss"] == pytest.approx(plain["bf16"]["loss"], rel=5e-3)
-    assert run["loss"] != plain["curves"]["trainer"]["loss"]
+    assert run["loss"] == pytest.approx(plain("bf16")["loss"], rel=5e-3)
+    assert run["loss"] != plain("trainer")["loss"]
 
 
-def test_a_stopped_run_resumes_bit_for_bit(found: dict[str, Any]) -> None:
-    run = found["resumed"]
+def test_a_stopped_run_resumes_bit_for_bit(found: Records) -> None:
+    run = found("rest")["resumed"]
     assert len(run["straight"]) == 12
     assert run["resumed"] == run["straight"]
 
 
 @pytest.mark.whole
 @pytest.mark.parametrize("trainer", cases.NAMES)
-def test_each_trainer_resumes_bit_for_bit(found: dict[str, Any], trainer: str) -> None:
+def test_each_trainer_resumes_bit_for_bit(found: Records, trainer: str) -> None:
     for stop in cases.stops_of(trainer):
-        run = found[f"{trainer} at {stop}"]
+        run = found(trainer)[f"{trainer} at {stop}"]
         assert len(run["straight"]) == 12
         assert run["resumed"] == run["straight"], stop
 
 
 def test_a_run_goes_on_on_another_number_of_ranks(
-    found: dict[str, Any], plain: dict[str, Any], runs: ModuleType, tmp_path: Path
+    found: Records, plain: Records, runs: ModuleType, tmp_path: Path
 ) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        losses = runs.on_one_rank(tmp_path, runs.causal, found["kept"], few_labels=True)
+        losses = runs.on_one_rank(tmp_path, runs.causal, found("rest")["kept"], few_labels=True)
     assert len(losses) == 20
-    assert losses == pytest.approx(found["few labels"]["loss"], rel=1e-6, abs=1e-7)
+    assert losses == pytest.approx(found("rest")["few labels"]["loss"], rel=1e-6, abs=1e-7)
 
 
 @pytest.mark.whole
 @pytest.mark.parametrize("trainer", cases.NAMES)
 def test_each_trainer_goes_on_on_another_number_of_ranks(
-    found: dict[str, Any], plain: dict[str, Any], runs: ModuleType, tmp_path: Path, trainer: str
+    found: Records, plain: Records, runs: ModuleType, tmp_path: Path, trainer: str
 ) -> None:
-    run = found[f"{trainer} at {cases.stops_of(trainer)[3]}"]  # of stage 3
+    run = found(trainer)[f"{trainer} at {cases.stops_of(trainer)[3]}"]  # of stage 3
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         losses = runs.on_one_rank(tmp_path, runs.TRAINERS[trainer], run["kept"], max_steps=12)
@@ -127,33 +160,33 @@ def test_each_trainer_goes_on_on_another_number_of_ranks(
 
 
 @pytest.mark.whole
-def test_a_run_goes_on_under_another_plan(found: dict[str, Any]) -> None:
-    run = found["other plan"]
+def test_a_run_goes_on_under_another_plan(found: Records) -> None:
+    run = found("rest")["other plan"]
     assert run["resumed"] == pytest.approx(run["straight"], rel=1e-6)
 
 
 @pytest.mark.whole
-def test_compiled_blocks_give_the_same_losses(found: dict[str, Any], plain: dict[str, Any]) -> None:
-    assert "graph" in found["layers"]
-    assert found["compiled"]["loss"] == pytest.approx(plain["curves"]["trainer"]["loss"], rel=1e-5)
+def test_compiled_blocks_give_the_same_losses(found: Records, plain: Records) -> None:
+    assert "graph" in found("rest")["layers"]
+    assert found("rest")["compiled"]["loss"] == pytest.approx(plain("trainer")["loss"], rel=1e-5)
 
 
 @pytest.mark.whole
-def test_groups_by_length_are_those_of_ddp(found: dict[str, Any]) -> None:
-    assert found["groups"]["loss"] == pytest.approx(found["groups, ddp"]["loss"], rel=1e-5)
+def test_groups_by_length_are_those_of_ddp(found: Records) -> None:
+    assert found("rest")["groups"]["loss"] == pytest.approx(found("rest")["groups, ddp"]["loss"], rel=1e-5)
 
 
 @pytest.mark.parametrize("case", by_default(["best", "best of models"], "best"))
-def test_the_best_weights_are_there_at_the_end(found: dict[str, Any], case: str) -> None:
-    run = found[case]
+def test_the_best_weights_are_there_at_the_end(found: Records, case: str) -> None:
+    run = found("rest")[case]
     assert run["steps"] < 20  # early stopping
     assert run["loss"] == pytest.approx(run["best"], rel=1e-6)
     assert len(run["folders"]) == 2  # save_total_limit
     assert run["saved"]  # save_model writes them for from_pretrained
 
 
-def test_a_resume_without_states_is_refused_unless_asked_for(found: dict[str, Any]) -> None:
-    without, nothing, optimizer, elsewhere = found["errors"]
+def test_a_resume_without_states_is_refused_unless_asked_for(found: Records) -> None:
+    without, nothing, optimizer, elsewhere = found("rest")["errors"]
     assert without.startswith("CheckpointError") and "resume_without_states=True" in without
     assert nothing.startswith("CheckpointError") and "Leave resume_from_checkpoint out" in nothing
     assert optimizer.startswith("OptimizerError: The optimizer's states are in slices")
@@ -161,8 +194,8 @@ def test_a_resume_without_states_is_refused_unless_asked_for(found: dict[str, An
 
 
 @pytest.mark.whole
-def test_a_resume_without_states_that_is_asked_for(found: dict[str, Any]) -> None:
-    assert found["without states"][-1] == 12
+def test_a_resume_without_states_that_is_asked_for(found: Records) -> None:
+    assert found("rest")["without states"][-1] == 12
 
 
 def test_models_that_transformers_divided_are_refused(

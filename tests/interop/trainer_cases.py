@@ -11,7 +11,16 @@ PLANS: dict[str, dict[str, Any]] = {
     "zero 3": {"zero": 3},
     "offload": {"zero": 3, "offload": "optimizer,parameters"},
 }
+HABITS = (  # further trainers, data and arguments, a few steps of each
+    *("streamed", "assistant only", "packed", "padding free", "model init", "without labels", "kto", "grpo", "rloo"),
+)
+HABITS_DEFAULT = ("streamed", "assistant only", "without labels", "grpo")
 DEFAULT = {"trainer": "zero 3", "seq2seq": "zero 3", "sft": "zero 3", "dpo": "zero 2", "reward": "offload"}
+
+
+def steps_of(trainer: str) -> int:
+    """The steps of a run of this trainer."""
+    return 5 if trainer in HABITS else 20
 
 
 def stops_of(trainer: str) -> list[int]:

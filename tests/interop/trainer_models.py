@@ -15,7 +15,11 @@ from transformers import (
 
 TEXT = "the a one two three red green blue ship tree bird stone runs flies sinks grows far near up down"
 WORDS = TEXT.split()
-TEMPLATE = "{% for message in messages %}{{ message['role'] }} : {{ message['content'] }} {{ eos_token }} {% endfor %}"
+TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }} : {% if message['role'] == 'assistant' %}{% generation %}"
+    "{{ message['content'] }} {{ eos_token }}{% endgeneration %}{% else %}{{ message['content'] }} {{ eos_token }}"
+    "{% endif %} {% endfor %}"
+)
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -86,3 +90,13 @@ def preferences(count: int, prompt: bool = True) -> list[dict[str, str]]:
         for first, good, bad in zip(firsts, goods, bads, strict=True)
     ]
     return rows if prompt else [{key: row[key] for key in ("chosen", "rejected")} for row in rows]
+
+
+def chats(count: int) -> list[dict[str, Any]]:
+    """Rows of two questions and two answers."""
+    turns = [(row["prompt"], row["chosen"], row["rejected"], row["prompt"]) for row in preferences(count)]
+    roles = ("user", "assistant", "user", "assistant")
+    return [
+        {"messages": [{"role": role, "content": text.strip()} for role, text in zip(roles, each, strict=True)]}
+        for each in turns
+    ]

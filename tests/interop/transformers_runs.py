@@ -4,7 +4,7 @@ import contextlib
 import os
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from datasets import Dataset
-from interop.trainer_cases import DEFAULT, PLANS, stops_of
-from interop.trainer_models import llama, pairs, preferences, reward_model, sentences, t5, tokenizer
+from interop.trainer_cases import DEFAULT, HABITS, HABITS_DEFAULT, PLANS, steps_of, stops_of
+from interop.trainer_models import chats, llama, pairs, preferences, reward_model, sentences, t5, tokenizer
 from jobs import error_of
 from transformers import (
     DataCollatorForSeq2Seq,
@@ -77,9 +77,9 @@ class CountsOne(Trainer):
         return batches, count.clamp(min=1)
 
 
-def few_labels(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of which two of three have no label."""
-    return [{**row, "labels": [-100] * len(row["labels"])} if n % 3 else row for n, row in enumerate(rows)]
+def few_labels(rows: list[dict[str, Any]], together: int = 1) -> list[dict[str, Any]]:
+    """Rows of which two of three, or of three groups of some rows, have no label."""
+    return [{**row, "labels": [-100] * len(row["labels"])} if n // together % 3 else row for n, row in enumerate(rows)]
 
 
 def causal(folder: Path, plan: zs.Plan | None, **more: Any) -> Trainer:
@@ -168,6 +168,107 @@ TRAINERS: dict[str, Build] = {
     "trainer": causal, "seq2seq": to_sequence, "sft": sft, "dpo": dpo, "reward": reward,
     "sft lora": partial(with_adapters, sft), "dpo lora": partial(with_adapters, dpo),
 }  # fmt: skip
+
+
+class Rows(torch.utils.data.IterableDataset[dict[str, Any]]):
+    """Rows one after the other, without a length."""
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self._rows = rows
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self._rows)
+
+
+def streamed(folder: Path, plan: zs.Plan | None, **more: Any) -> Trainer:
+    """transformers' Trainer on a stream, of which each rank takes its rows of a batch."""
+    trainer = causal(folder, plan, accelerator_config={"dispatch_batches": False}, **more)
+    trainer.train_dataset = Rows(trainer.train_dataset)
+    return trainer
+
+
+def with_model_init(folder: Path, plan: zs.Plan | None, **more: Any) -> Trainer:
+    """transformers' Trainer that makes its model itself, before it trains and again in `train`."""
+    arguments = TrainingArguments(**settings(folder, plan, **more))
+    collate, given = DataCollatorForSeq2Seq(tokenizer(), padding=True), {} if plan is None else {"plan": plan}
+    rows = rows_of(sentences(24))
+    return over(Trainer, plan)(None, arguments, collate, rows, model_init=lambda: llama(), **given)
+
+
+def without_labels(folder: Path, plan: zs.Plan | None, **more: Any) -> Trainer:
+    """A model that takes means, two of three batches without any label."""
+    trainer = to_sequence(folder, plan, eval_strategy="no", train_sampling_strategy="sequential", **more)
+    trainer.train_dataset = few_labels(trainer.train_dataset, 4)
+    return trainer
+
+
+def sft_of(rows: list[dict[str, Any]], folder: Path, plan: zs.Plan | None, **more: Any) -> Trainer:
+    """TRL's SFTTrainer on rows of text or of messages."""
+    from trl import SFTConfig, SFTTrainer
+
+    arguments = SFTConfig(**settings(folder, plan, **{"bf16": False, "max_length": 32, **more}))
+    given = {"processing_class": tokenizer()} | ({} if plan is None else {"plan": plan})
+    return over(SFTTrainer, plan)(llama(), arguments, train_dataset=Dataset.from_list(rows), **given)
+
+
+def kto(folder: Path, plan: zs.Plan | None, **more: Any) -> Trainer:
+    """TRL's KTOTrainer."""
+    from trl import KTOConfig, KTOTrainer
+
+    rows = [
+        {"prompt": row["prompt"], "completion": row[("rejected", "chosen")[n % 2]], "label": bool(n % 2)}
+        for n, row in enumerate(preferences(24))
+    ]
+    more = {
+        "bf16": False,
+        "max_length": 32,
+        "loss_type": "apo_zero_unpaired",
+        **more,
+    }  # without pairs of a rank's batch
+    arguments = KTOConfig(**settings(folder, plan, **more))
+    given = {"processing_class": tokenizer()} | ({} if plan is None else {"plan": plan})
+    return over(KTOTrainer, plan)(llama(), llama(), args=arguments, train_dataset=Dataset.from_list(rows), **given)
+
+
+def _reward(completions: list[str], **columns: Any) -> list[float]:
+    """Rewards by the number of different words."""
+    return [float(len(set(text.split()))) for text in completions]
+
+
+class DrawsByPlace(TrainerCallback):
+    """Draws of tokens in training that do not depend on the rank: the next likely ones for the next rows of a group."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._drawn, torch.multinomial = torch.multinomial, self._by_place
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        torch.multinomial = self._drawn
+
+    @staticmethod
+    def _by_place(chances: torch.Tensor, num_samples: int) -> torch.Tensor:
+        assert num_samples == 1
+        return chances.topk(4).indices.gather(1, (torch.arange(len(chances)) % 4)[:, None])
+
+
+def generating(name: str, folder: Path, plan: zs.Plan | None, **more: Any) -> Trainer:
+    """A trainer of TRL that generates groups of four completions."""
+    import trl
+
+    batch = {"per_device_train_batch_size": 4 if plan else 8, "num_generations": 4, "max_completion_length": 8}
+    arguments = getattr(trl, f"{name}Config")(**settings(folder, plan, **{"bf16": False, "beta": 0.0, **batch, **more}))
+    rows = Dataset.from_list([{"prompt": text} for text in sentences(24)])
+    given = {"processing_class": tokenizer()} | ({} if plan is None else {"plan": plan})
+    kind = over(getattr(trl, f"{name}Trainer"), plan)
+    return kind(llama(), _reward, arguments, train_dataset=rows, callbacks=[DrawsByPlace()], **given)
+
+
+TRAINERS |= {
+    "streamed": streamed, "model init": with_model_init, "without labels": without_labels, "kto": kto,
+    "assistant only": partial(sft_of, chats(24), assistant_only_loss=True),
+    "packed": partial(sft_of, [{"text": text} for text in sentences(200)], packing=True),
+    "padding free": partial(sft_of, [{"text": text} for text in sentences(24)], padding_free=True, max_length=None),
+    "grpo": partial(generating, "GRPO"), "rloo": partial(generating, "RLOO"),
+}  # fmt: skip
 SUMS = {"gradient_accumulation_steps": 2, "label_smoothing_factor": 0.1, "max_steps": 6}
 
 
@@ -182,13 +283,13 @@ def record(trainer: Trainer) -> dict[str, list[Any]]:
 
 
 def curves(folder: Path, plans: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """The records of trainers under some plans each, "" for none."""
+    """The records of trainers under some plans each."""
     found: dict[str, Any] = {}
     for name, each in plans.items():
         for plan in each:
-            trainer = TRAINERS[name](folder / name, zs.Plan(**PLANS[plan]) if plan else None)
+            trainer = TRAINERS[name](folder / name, zs.Plan(**PLANS[plan]), max_steps=steps_of(name))
             trainer.train()
-            found[f"{name}, {plan}" if plan else name] = record(trainer)
+            found[f"{name}, {plan}"] = record(trainer)
     return found
 
 
@@ -245,15 +346,15 @@ def best(folder: Path, only_model: bool, plan: zs.Plan) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def plain_features(folder: Path, whole: bool) -> dict[str, Any]:
-    """The records of runs without an engine."""
-    found = {}
-    rounded = {"bf16": {"bf16": True}} if whole else {}
-    for name, more in {"accumulates": SUMS, "few labels": {"few_labels": True}, **rounded}.items():
-        trainer = causal(folder / name, None, **more)
-        trainer.train()
-        found[name] = record(trainer)
-    return found
+def plain(folder: Path, name: str) -> dict[str, Any]:
+    """The records of a trainer or a feature without an engine."""
+    given = {"accumulates": SUMS, "few labels": {"few_labels": True}, "bf16": {"bf16": True}}
+    if name in given:
+        trainer = causal(folder, None, **given[name])
+    else:
+        trainer = TRAINERS[name](folder, None, max_steps=steps_of(name))
+    trainer.train()
+    return record(trainer)
 
 
 def features(folder: Path) -> dict[str, Any]:
@@ -279,7 +380,7 @@ def features(folder: Path) -> dict[str, Any]:
     return found
 
 
-def dear_features(folder: Path) -> dict[str, Any]:
+def further_features(folder: Path) -> dict[str, Any]:
     """Further runs, of `--whole`."""
     found: dict[str, Any] = {}
     three, two = zs.Plan(zero=3), zs.Plan(zero=2)
@@ -318,9 +419,12 @@ def kills(folder: Path, name: str) -> dict[str, Any]:
 def main(folder: Path, part: str) -> None:
     """Runs under an engine, one after the other, of which rank 0 writes the records."""
     if part == "default":
-        found = {"curves": curves(folder, {name: [plan] for name, plan in DEFAULT.items()}), **features(folder)}
-    elif part == "dear":
-        found = {"curves": {}, **features(folder), **dear_features(folder)}
+        plans = DEFAULT | dict.fromkeys(HABITS_DEFAULT, "zero 3")
+        found = {"curves": curves(folder, {name: [plan] for name, plan in plans.items()}), **features(folder)}
+    elif part == "habits":
+        found = {"curves": curves(folder, {name: ["zero 3", "offload"] for name in HABITS})}
+    elif part == "rest":
+        found = {**features(folder), **further_features(folder)}
     else:
         found = {"curves": curves(folder, {part: list(PLANS)}), **kills(folder, part)}
     if dist.get_rank() == 0:

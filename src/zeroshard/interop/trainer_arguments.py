@@ -1,8 +1,8 @@
 """The fate of every training argument of transformers' and TRL's trainers under an engine.
 
 The fields are those of transformers 5.23 (`TrainingArguments`, `Seq2SeqTrainingArguments`) and TRL 1.16 (`SFTConfig`,
-`DPOConfig`, `RewardConfig`). A field without a rule is refused once it is set, so that a newer version drops nothing
-silently.
+`DPOConfig`, `RewardConfig`, `KTOConfig`, `GRPOConfig`, `RLOOConfig`). A field without a rule is refused once it is set,
+so that a newer version drops nothing silently.
 """
 
 import dataclasses
@@ -66,19 +66,38 @@ resume_from_checkpoint local_rank
 _OF_SEQ2SEQ = """
 sortish_sampler predict_with_generate generation_max_length generation_num_beams generation_config
 """
-# and of SFTConfig, DPOConfig and RewardConfig
+# of SFTConfig, DPOConfig, RewardConfig and KTOConfig,
 _OF_TRL = """
 model_init_kwargs trust_remote_code router_aux_loss_coef chat_template_path dataset_text_field dataset_kwargs
 dataset_num_proc eos_token max_length truncation_mode shuffle_dataset packing packing_strategy padding_free
 pad_to_multiple_of eval_packing completion_only_loss assistant_only_loss loss_type pad_token disable_dropout
 precompute_ref_log_probs precompute_ref_batch_size loss_weights ld_alpha f_divergence_type f_alpha_divergence_coef
 label_smoothing beta use_weighting discopop_tau ref_model_mixup_alpha ref_model_sync_steps
-center_rewards_coefficient
+center_rewards_coefficient desirable_weight undesirable_weight
+"""
+# and of GRPOConfig and RLOOConfig, whose trainers generate
+_OF_GENERATING = """
+num_generations num_generations_eval max_completion_length ds3_gather_for_generation generation_batch_size
+steps_per_generation temperature top_p top_k min_p generation_kwargs chat_template_kwargs repetition_penalty
+cache_implementation num_iterations epsilon delta epsilon_high sapo_temperature_neg sapo_temperature_pos vespo_k_pos
+vespo_lambda_pos vespo_k_neg vespo_lambda_neg importance_sampling_level reward_weights multi_objective_aggregation
+scale_rewards normalize_advantages reward_clip_range mask_truncated_completions top_entropy_quantile entropy_coef
+use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target max_tool_calling_iterations
+off_policy_mask_threshold use_bias_correction_kl log_completions log_multimodal num_completions_to_print
+log_unique_prompts log_completions_hub_repo vllm_mode vllm_model_impl vllm_enable_sleep_mode
+vllm_structured_outputs_regex vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout
+vllm_group_port vllm_gpu_memory_utilization vllm_max_model_length vllm_tensor_parallel_size
+vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_importance_sampling_clip_max
+vllm_importance_sampling_clip_min vllm_importance_sampling_cap transformers_continuous_batching_config
 """
 FIELDS: Final[dict[str, Field]] = {
     **_all("trainer", "", *_READ.split()),
     **_all("trainer", "", *_OF_SEQ2SEQ.split()),
     **_all("trainer", "", *_OF_TRL.split()),
+    **_all("trainer", "", *_OF_GENERATING.split()),
+    **_all("refused", "it generates by copies of the weights, and an engine has slices of them; leave it out",
+           "use_vllm", "use_transformers_continuous_batching", "use_transformers_paged"),
+    "cast_lm_head_to_fp32": Field("refused", "the plan decides precisions; leave it out"),
     **_all("plan", "", "bf16", "fp16", "fsdp", "fsdp_config"),
     **_all("plan", "engine.compile() compiles the blocks", "torch_compile", "torch_compile_backend"),
     "torch_compile_mode": Field(
@@ -167,9 +186,11 @@ def plan_of(arguments: Any, plan: Plan | None) -> Plan:
 def _refusals(arguments: Any, plan: Plan) -> Iterator[str]:
     """Sentences about arguments that are refused; warns of those without an effect."""
     kind = type(arguments).__name__
+    packages = [each for each in type(arguments).__mro__ if each.__module__.startswith(("transformers.", "trl."))]
+    theirs = {name for each in packages for name in getattr(each, "__dataclass_fields__", ())}  # not a user's own
     for field in dataclasses.fields(arguments):
         value, rule = getattr(arguments, field.name), FIELDS.get(field.name)
-        if _is_default(field, value):
+        if _is_default(field, value) or field.name not in theirs:
             continue
         if rule is None:
             yield (

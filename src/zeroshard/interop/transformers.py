@@ -74,6 +74,8 @@ class ZeroshardMixin(Trainer):
         self.plan, self.weights, self.resume_without_states = plan, weights, resume_without_states
         super().__init__(*args, **kwargs)
         self._cast_reference()
+        if hasattr(self, "_dist"):  # of TRL's trainers that generate, which enter this context around it
+            self._dist.summon_full_params = lambda module, **kwargs: self._whole()
 
     @property
     def engine(self) -> Engine | None:
@@ -129,6 +131,18 @@ class ZeroshardMixin(Trainer):
             return batches, count.clamp(min=1)
         return batches, max(count, 1) if count is not None else None
 
+    def compute_loss(
+        self, model: torch.nn.Module, inputs: dict[str, Any], return_outputs: bool = False, **kwargs: Any
+    ) -> Any:
+        """As the trainer's; in training, a model's mean over a batch without a label is 0 and not 0/0."""
+        labels = inputs.get("labels")
+        found = super().compute_loss(model, inputs, return_outputs, **kwargs)
+        if not (model.training and isinstance(labels, torch.Tensor)):
+            return found
+        loss, *outputs = found if return_outputs else (found,)
+        loss = torch.where(labels.eq(-100).all(), loss.nan_to_num(0.0), loss)
+        return (loss, *outputs) if return_outputs else loss
+
     def _newest(self, folder: Path) -> Path:
         numbered = [(path.name.rpartition("-")[2], path) for path in folder.glob("checkpoint-*")]
         found = sorted((int(number), path) for number, path in numbered if number.isdecimal())
@@ -155,14 +169,13 @@ class ZeroshardMixin(Trainer):
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """As the trainer's; inside of `gathered()` if it generates and parameters are sliced."""
-        with self._whole_for_generation():
+        with self._whole() if getattr(self.args, "predict_with_generate", False) else nullcontext():
             return super().evaluation_loop(*args, **kwargs)
 
-    def _whole_for_generation(self) -> AbstractContextManager[None]:
+    def _whole(self) -> AbstractContextManager[None]:
+        """Whole parameters on the device, for forwards of which each rank runs its own number."""
         engine = self.engine
-        if engine is None or not getattr(self.args, "predict_with_generate", False):
-            return nullcontext()
-        return engine.gathered() if absent_weights(engine.plan) else nullcontext()
+        return engine.gathered() if engine is not None and absent_weights(engine.plan) else nullcontext()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save whole weights for `from_pretrained`; a collective call, in which rank 0 holds them in host memory."""
