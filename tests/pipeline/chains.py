@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from zeroshard.pipeline.cut.bypass import Bypass, SentValues
 from zeroshard.pipeline.cut.chain import Chain
 
 Run = Callable[[nn.Module, Any], Any]
@@ -42,13 +43,20 @@ def in_parts(chain: Chain, batch: Any, model: nn.Module, firsts: Sequence[int], 
     return loss, gradients(model)
 
 
-def on_stages(model: nn.Module, example: Any, batch: Any, firsts: Sequence[int], run: Run = call) -> Outcome:
+def on_stages(
+    model: nn.Module,
+    example: Any,
+    batch: Any,
+    firsts: Sequence[int],
+    run: Run = call,
+    blocks: Sequence[str] | None = None,
+) -> Outcome:
     """Each part on a copy of the model that has the weights of its own layers only."""
     stages = []
     for first, last in pairwise([*firsts, 10**6]):
         stage = copy.deepcopy(model)
         forward = lambda stage=stage: run(stage, example)  # type: ignore[misc]  # noqa: E731
-        chain = Chain(stage, forward, device=torch.device("cpu"))
+        chain = Chain(stage, forward, blocks, device=torch.device("cpu"))
         _remove(chain, first, last)
         stages.append((chain, stage))
     torch.manual_seed(7)
@@ -64,18 +72,22 @@ def _through(stages: Sequence[tuple[Chain, nn.Module]], firsts: Sequence[int], b
     ends = [*firsts[1:], len(stages[0][0].layers)]
     entered: list[Tensor | None] = [None]
     left: list[Tensor] = []
+    bypass = Bypass()
     for (chain, model), first, last in zip(stages, firsts, ends, strict=True):
         forward = lambda model=model: run(model, batch)  # type: ignore[misc]  # noqa: E731
         if first:
-            standin = chain.boundary(first, forward)
+            standin, expected = chain.boundary(first, forward), Bypass()
             assert (standin.shape, standin.dtype) == (left[-1].shape, left[-1].dtype)
             entered.append(left[-1].detach().requires_grad_())
-        left.append(chain.run(first, last, forward, entered[-1]))
+            chain.run_standing_in(first, first, forward, expected)
+            slots = SentValues.of(chain.beside(first), expected.known)
+            bypass = Bypass(slots.unpack(slots.pack(bypass.known, left[-1].device)))
+        left.append(chain.run(first, last, forward, entered[-1], bypass=bypass))
     gradient = None
     for output, hidden in zip(reversed(left), reversed(entered), strict=True):
         if output.requires_grad:
             output.backward(gradient)
-        gradient = None if hidden is None else hidden.grad
+        gradient = None if hidden is None else torch.zeros_like(hidden) if hidden.grad is None else hidden.grad
     return left[-1].detach()
 
 

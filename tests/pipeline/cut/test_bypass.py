@@ -1,11 +1,13 @@
 """Values without a gradient that bypass the activation: those of one process on all stages, or a refusal."""
 
+import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from pipeline.chains import in_parts, whole
 from pool import Pool
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -203,12 +205,14 @@ class Reader(nn.Module):
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
         hidden, mask = self.embed(tokens)
-        for block in self.blocks:
+        for number, block in enumerate(self.blocks):
             hidden = block(hidden)
+            if self.kind == "early" and number == 0:  # where the value crosses no boundary yet
+                hidden = hidden * mask[..., None]
         mask = self.embed.mask if self.kind == "aside" else mask.mask if self.kind == "object" else mask
         mask = mask[0] if self.kind == "longer" else mask
         losses = F.cross_entropy(self.head(hidden).transpose(1, 2), labels, reduction="none")
-        if self.kind == "unread" and tokens[0, 0] == 1:
+        if self.kind in ("unread", "early") and tokens[0, 0] == 1:
             return losses.mean()
         return losses.mean() + mask.sum()
 
@@ -222,6 +226,7 @@ REFUSED: dict[str, list[str]] = {
     "object": ["'embed' returns a Holder with tensors inside", "a tuple, a dict or a dataclass"],
     "longer": ["'embed' returns 5 values and 3 in the example", "one tensor"],
     "wider": ["'embed' returns [1, 3] torch.bool", "expects [1, 1] torch.bool", "Pad it"],
+    "early": ["what 'embed' returned besides the activation, which none read in the example", "example=..."],
     "unread": ["what 'embed' returned besides the activation, which none read in the example", "example=..."],
 }
 
@@ -247,3 +252,42 @@ def test_what_cannot_be_sent_is_refused_by_name(kind: str) -> None:
 def test_nothing_is_sent_for_values_that_no_later_layer_reads() -> None:
     model = Reader("unread")
     assert Chain(model, lambda: model(*ones(1))).crossing.groups == []
+
+
+class Same(nn.Module):
+    """Returns its result twice, and a mask with a view of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, hidden: Tensor) -> Any:
+        made, mask = self.inner(hidden), hidden[..., 0] > 0
+        return made, made, mask, mask[:1]
+
+
+class ReadsFirst(nn.Module):
+    """The code around the blocks reads the first of equal results, and a mask before the next block only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Same() for _ in range(3)])
+
+    def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
+        first, _, inside, _ = self.blocks[0](hidden)
+        positive = first.sum(-1) > 0
+        second, _, own, _ = self.blocks[1](first)
+        third, *_ = self.blocks[2](second * own[..., None])
+        return (third * (positive | (inside & mask))[..., None]).square().sum()
+
+
+def test_masks_are_read_at_once_and_one_result_is_returned_several_times() -> None:
+    torch.manual_seed(0)
+    model, batch = ReadsFirst(), (torch.randn(5, 6, 8), torch.ones(5, 6, dtype=torch.bool))
+    cut = copy.deepcopy(model)
+    chain = Chain(cut, lambda: cut(torch.randn(2, 6, 8), torch.ones(2, 6, dtype=torch.bool)))
+    for firsts in ([0, 2], [0, 3], [0, 2, 3]):
+        loss, gradients = in_parts(chain, batch, cut, firsts)
+        expected = whole(model, batch)
+        torch.testing.assert_close(loss, expected[0])
+        torch.testing.assert_close(gradients, expected[1])

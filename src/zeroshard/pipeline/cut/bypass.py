@@ -6,7 +6,7 @@ bytes holds all of them.
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from zeroshard.errors import BatchError, ModelError
 from zeroshard.pipeline.cut.gates import Gate
 from zeroshard.pipeline.cut.origins import Aside, Origins, ReturnedValue
-from zeroshard.pipeline.cut.placeholders import unsent
 
+Absent = Callable[[Tensor], Tensor]
 ALIGNMENT = 16  # bytes at which each value of a message begins
 NUMBERS = {bool: torch.int64, int: torch.int64, float: torch.float64}  # the dtypes in which numbers are sent
 
@@ -134,21 +134,28 @@ class Bypass:
                 copies = gate.overwritten and isinstance(leaf, Tensor)  # the code around it writes into its output
                 self.known[source] = leaf.detach().clone() if copies else leaf
 
-    def fill(self, crossing: Crossing, gate: Gate, number: int, output: Any) -> Any:
-        """A placeholder for an output, filled with known values, else with fitting ones of the example."""
+    def fill(self, crossing: Crossing, gate: Gate, number: int, output: Any, shapes_only: bool, absent: Absent) -> Any:
+        """A placeholder for an output, filled with known values, else with fitting ones of the example.
+
+        Args:
+            shapes_only: whether values of the example stand for all.
+            absent: marks a value that the stage does not get.
+        """
         leaves, spec = tree_flatten(output)
         sources = {source.leaf: source for source in crossing.of_call(gate.path, number)}
-        for n, absent in enumerate(leaves):
-            source = sources.get(n)
-            if source is None:
-                leaves[n] = unsent(absent, gate.path)
-                continue
-            value = crossing.examples.get(source)
-            if source not in self.known:
-                fits = isinstance(absent, Tensor) and isinstance(value, Tensor) and value.shape == absent.shape
-                self.known[source] = value.to(absent.device, absent.dtype) if fits and value is not None else absent
-            value = self.known[source]
-            leaves[n] = value.clone() if gate.overwritten and isinstance(value, Tensor) else value
+        for n, leaf in enumerate(leaves):
+            source, value = sources.get(n), leaf
+            received = source in self.known
+            if source is not None:
+                shown = crossing.examples.get(source)
+                fits = isinstance(leaf, Tensor) and shown is not None and shown.shape == leaf.shape
+                value = self.known.setdefault(source, shown.to(leaf.device, leaf.dtype) if fits else leaf)
+            if isinstance(value, Tensor):
+                shown = value.clone() if gate.overwritten and value is not leaf else value
+                is_nan = value is leaf and (leaf.is_floating_point() or leaf.is_complex())
+                known = received or is_nan or (shapes_only and source is not None)
+                value = shown if known else absent(shown)
+            leaves[n] = value
         return tree_unflatten(leaves, spec)
 
 

@@ -132,6 +132,7 @@ class _FrameFunctions(TorchFunctionMode):
             for leaf, written in ((WRITTEN, target), (UNDER, target._base)):
                 value = self.made(ReturnedValue(path, call, leaf), written)
                 if written is not None and value is not written:
+                    (written if written._base is None else written._base).detach_()  # else 0 times NaN: gradients
                     written.copy_(value)
             return output
         return self.returned(path, call, output)

@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from zeroshard.errors import ModelError
 from zeroshard.pipeline.cut.bypass import Bypass, Crossing
@@ -60,11 +59,16 @@ class _Passage:
     hidden: Tensor | None
     entered: "Entered | None"
     bypass: Bypass | None
+    shapes_only: bool
     passing: Passing | None = None  # carried values, in place of the one input
     phase: int = 0
     inside: bool = False  # of a module that runs
     calls: Counter[nn.Module] = field(default_factory=Counter)  # of blocks
     shown: Any = None  # the results of a module inside of one that is skipped
+
+    def in_own_layers(self) -> bool:
+        """Whether code of the layers that run, not of earlier ones, is under way."""
+        return self.first <= self.phase < self.last
 
     def begin(self, phase: int) -> None:
         """Begin the code after so many blocks."""
@@ -175,7 +179,7 @@ class Chain:
         if hidden is not None and first in self._overwritten and not self.carried.needed:
             hidden = hidden.clone()  # a leaf of autograd, or a message, must not be written
         bypass = bypass or (Bypass() if self.crossing.groups or self.carried.needed else None)
-        passage = self._passage = _Passage(first, last, hidden, entered, bypass)
+        passage = self._passage = _Passage(first, last, hidden, entered, bypass, first > 0 and hidden is None)
         if self.carried.needed:
             passage.passing = Passing(self.carried, first, hidden, last, pieces)
             passage.hidden = None
@@ -306,14 +310,15 @@ class Chain:
 
     def _stand_in(self, passage: _Passage, gate: Gate, number: int, output: Any) -> Any:
         """A placeholder with the values that this stage has received."""
-        if passage.bypass is None:
-            alone = isinstance(output, Tensor)
-            return unsent(output, gate.path) if alone else tree_map(partial(unsent, path=gate.path), output)
-        output = passage.bypass.fill(self.crossing, gate, number, output)
+        if passage.bypass is None and isinstance(output, Tensor) and output.is_floating_point():
+            return output  # of most blocks: it is NaN
+        absent = partial(unsent, path=gate.path, in_own_layers=passage.in_own_layers)
+        known = passage.bypass or Bypass()
+        output = known.fill(self.crossing, gate, number, output, passage.shapes_only, absent)
         if passage.passing is None:
             return output
         output = passage.passing.returned(gate.path, number, output)
-        passage.bypass.known |= {key: value.detach() for key, value in passage.passing.received.items()}
+        known.known |= {key: value.detach() for key, value in passage.passing.received.items()}
         return output
 
     def _enter_inner(self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -124,12 +124,14 @@ class Origins(TorchDispatchMode):
             self._made = {key: made for key, made in self._made.items() if made is not call}
             return
         self.leaves[call.path, number] = len(leaves)
+        shared = set(call.arguments)  # storages whose marks stay: a module may return views of one tensor
         for n, leaf in enumerate(leaves):
             source = ReturnedValue(call.path, number, n)
             self.layer_of[source] = call.layer
             if isinstance(leaf, Tensor):
                 key = _storage(leaf)
-                kept = self._marks.get(key, set()) if key in call.arguments else set()
+                kept = self._marks.get(key, set()) if key in shared else set()
+                shared.add(key)
                 self._mark(leaf, kept | {source})
                 self._made.pop(key, None)
                 self._group(leaf, source)

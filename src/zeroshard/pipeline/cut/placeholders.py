@@ -242,38 +242,62 @@ def _placeholder_tree(flat: _Flat, args: Any, kwargs: Any, writable: bool) -> An
 
 
 METADATA = ("__get__", "dim", "size", "stride", "numel", "element_size", "is_floating_point", "is_complex", "__len__")
+METADATA += ("is_inference",)
 
 
 class Unsent(Tensor):
-    """A placeholder for integers or booleans that no later layer read in the example, and so are not sent."""
+    """A placeholder for values that a stage does not get, since none of its layers read them in the example.
+
+    The code of earlier layers may read them, and its results: integers are placeholders again, and floats NaN.
+    """
 
     path: str
+    in_own_layers: Callable[[], bool]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer functions of shape, dtype and device.
+        """Answer functions of shape, dtype and device, and those of earlier layers.
 
         Raises:
-            ModelError: a function reads values.
+            ModelError: a layer of the stage reads values, or Python does.
         """
-        if getattr(func, "__name__", "") not in METADATA:
-            path = next((leaf.path for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Unsent)), "a module")
-            raise ModelError(
-                f"A later stage reads what {path!r} returned besides the activation, which none read in the example, "
-                f"so it is not sent. Give Engine(..., example=...) a microbatch that takes the same way through the "
-                f"model's code, or use pipeline_parallel=1."
-            )
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            one = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Unsent))
+            known = getattr(func, "__name__", "") in METADATA
+            if known:
+                found = func(*args, **(kwargs or {}))
+                return unsent(found, one.path, one.in_own_layers) if isinstance(found, Tensor) else found  # as of `.T`
+            if not one.in_own_layers():
+                leaves, spec = tree_flatten(func(*args, **(kwargs or {})))
+                if all(leaf is None or isinstance(leaf, Tensor) for leaf in leaves):
+                    return tree_unflatten([_made_of(one, leaf, args) for leaf in leaves], spec)
+            raise ModelError(
+                f"A later stage reads what {one.path!r} returned besides the activation, which none read in the "
+                f"example, so it is not sent. Give Engine(..., example=...) a microbatch that takes the same way "
+                f"through the model's code, or use pipeline_parallel=1."
+            )
 
 
-def unsent(leaf: Any, path: str) -> Any:
-    """A leaf of a placeholder whose values are not sent: floats are NaN, integers must not be read."""
-    if not isinstance(leaf, Tensor) or leaf.is_floating_point() or leaf.is_complex():
-        return leaf
+def unsent(leaf: Tensor, path: str, in_own_layers: Callable[[], bool]) -> Tensor:
+    """A placeholder for a value that is not sent.
+
+    Args:
+        in_own_layers: whether code of the stage's own layers runs, which must not read it.
+    """
     absent = torch.Tensor._make_subclass(Unsent, leaf)
-    absent.path = path
+    absent.path, absent.in_own_layers = path, in_own_layers
     return absent
+
+
+def _made_of(one: Unsent, leaf: Tensor | None, args: Any) -> Tensor | None:
+    """The result of a function of a value that is not sent."""
+    if leaf is None or isinstance(leaf, Unsent):
+        return leaf
+    if leaf.is_floating_point() or leaf.is_complex():
+        with torch.no_grad():
+            written = any(leaf is each for each in args)
+            return leaf.fill_(math.nan) if written else torch.full_like(leaf, math.nan)
+    return unsent(leaf, one.path, one.in_own_layers)
 
 
 def _key(module: nn.Module, args: Any, kwargs: Any) -> Any:
