@@ -44,6 +44,11 @@ def predicted(output: Any, batch: Any) -> Tensor:
     return F.mse_loss(output.sample, batch[0])
 
 
+def imports(mesh: zs.Mesh) -> None:
+    """Import diffusers, which may take a rank longer than another waits for it to make an engine."""
+    import diffusers  # noqa: F401
+
+
 def train(mesh: zs.Mesh, schedule: str) -> tuple[list[float], dict[str, Any]]:
     pipeline = zs.Pipeline(mesh.ranks, schedule=schedule, balance="parameters")  # type: ignore[arg-type]
     plan = zs.Plan(pipeline_parallel=pipeline, microbatches=2)
@@ -64,4 +69,5 @@ def plain() -> PlainRun:
 @pytest.mark.parametrize("ranks, schedule", [(2, "1f1b"), (3, "zb-h1")])
 def test_a_unet_trains_in_stages_as_in_one_process(pool: Pool, ranks: int, schedule: str) -> None:
     pytest.importorskip("diffusers")
+    pool.run(imports, ranks)
     follows_plain_loop(pool.run(train, ranks, schedule), plain())
