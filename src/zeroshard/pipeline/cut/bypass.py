@@ -148,8 +148,9 @@ class Bypass:
             received = source in self.known
             if source is not None:
                 shown = crossing.examples.get(source)
-                fits = isinstance(leaf, Tensor) and shown is not None and shown.shape == leaf.shape
-                value = self.known.setdefault(source, shown.to(leaf.device, leaf.dtype) if fits else leaf)
+                if isinstance(leaf, Tensor) and shown is not None and shown.shape == leaf.shape:
+                    value = shown.to(leaf.device, leaf.dtype)
+                value = self.known.setdefault(source, value)
             if isinstance(value, Tensor):
                 shown = value.clone() if gate.overwritten and value is not leaf else value
                 is_nan = value is leaf and (leaf.is_floating_point() or leaf.is_complex())

@@ -241,8 +241,8 @@ def _placeholder_tree(flat: _Flat, args: Any, kwargs: Any, writable: bool) -> An
     return found[0] if structure.is_leaf() else tree_unflatten(found, structure)
 
 
-METADATA = ("__get__", "dim", "size", "stride", "numel", "element_size", "is_floating_point", "is_complex", "__len__")
-METADATA += ("is_inference",)
+METADATA = {"__get__", "dim", "size", "stride", "numel", "element_size", "is_floating_point", "is_complex", "__len__"}
+METADATA |= {"is_inference"}
 
 
 class Unsent(Tensor):
