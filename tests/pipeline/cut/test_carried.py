@@ -15,6 +15,7 @@ from nccl_rules import Record, judge, recording
 from pipeline.chains import Outcome, Run, call, in_parts, on_stages, whole
 from plain_loop import PlainRun, follows_plain_loop, plain_loop
 from pool import Pool
+from selection import by_default
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
@@ -693,23 +694,40 @@ def test_residuals_outside_of_blocks_are_those_inside(pool: Pool, ranks: int, se
         assert inside == pytest.approx(outside, rel=1e-5)
 
 
-def saved(mesh: zs.Mesh, folder: str) -> dict[str, Any]:
+PLANS: list[tuple[int, dict[str, Any]]] = [
+    (3, {"pipeline_parallel": 3, "pipeline_parallel.balance": "parameters", "microbatches": 2}),
+    (2, {"pipeline_parallel": 2, "pipeline_parallel.schedule": "zb-h1", "microbatches": 2}),
+    (2, {"zero": 3}),
+    (1, {"microbatches": 2}),
+]
+
+
+def goes_on(mesh: zs.Mesh, name: str, number: int, folder: Path) -> tuple[float, dict[str, Any]]:
+    """One step under the plan of a number, from the checkpoint of the plan before."""
+    plan, given = zs.Plan.from_dict(PLANS[number][1]), data_of(name, number, 4)
     torch.manual_seed(1)
-    plan = zs.Plan.from_dict({"pipeline_parallel": 3, "pipeline_parallel.balance": "parameters", "microbatches": 2})
-    model = without_dropout(EncoderDecoder())
-    engine = zs.Engine(model, OPTIMIZERS["adamw"], plan, mesh=mesh, example=data_of("encoder-decoder", 9, 2))
-    engine.train_step(data_of("encoder-decoder", 0, 4))
-    engine.save(folder)
-    engine.train_step(data_of("encoder-decoder", 1, 4))
-    return engine.state_dict()
+    model = without_dropout(MODELS[name][0]())
+    engine = zs.Engine(model, OPTIMIZERS["adamw"], plan, mesh=mesh, example=data_of(name, 9, 2))
+    if number:
+        engine.load(folder / str(number - 1))
+    loss = float(engine.train_step(given if plan.microbatches > 1 else halves(given)[mesh.rank]).loss)  # type: ignore[arg-type]
+    engine.save(folder / str(number), wait=True)
+    return loss, engine.state_dict()
 
 
-def test_a_checkpoint_of_stages_goes_on_in_one_process(pool: Pool, tmp_path: Path) -> None:
-    weights = pool.run(saved, 3, str(tmp_path / "three"))[0]
-    engine = zs.Engine(without_dropout(EncoderDecoder()), OPTIMIZERS["adamw"], zs.Plan(microbatches=2))
-    engine.load(tmp_path / "three")
-    engine.train_step(data_of("encoder-decoder", 1, 4))
-    torch.testing.assert_close(engine.state_dict(), weights, rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize("name", by_default(["u-net", "tied-far", "router-loss", "supervised", "twice"], "u-net"))
+def test_a_checkpoint_goes_on_under_other_plans(pool: Pool, name: str, tmp_path: Path) -> None:
+    """Three stages, two stages, slices on two ranks and one process go on from each other as a plain loop does."""
+    steps = [halves(data_of(name, number, 4)) for number, _ in enumerate(PLANS)]
+    torch.manual_seed(1)
+    model = without_dropout(MODELS[name][0]())
+    wanted = plain_loop(model, OPTIMIZERS["adamw"], steps, lambda model, part: model(*part))
+    *several, _ = PLANS
+    answers = [pool.run(goes_on, ranks, name, number, tmp_path) for number, (ranks, _) in enumerate(several)]
+    loss, weights = goes_on(zs.Mesh(), name, len(several), tmp_path)
+    losses = [sum(each[0] for each in ranks) / len(ranks) for ranks in answers]
+    assert [*losses, loss] == pytest.approx(wanted.losses, rel=1e-5)
+    torch.testing.assert_close(weights, wanted.weights, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["far", "router-loss", "plain"])
