@@ -14,7 +14,7 @@ from torch.func import functional_call, grad, jvp, vmap
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import zeroshard as zs
-from zeroshard.units.hooks import map_tensors, tensors_of
+from zeroshard.units.hooks import explain_transform, map_tensors, tensors_of
 
 SCRIPTED = pytest.mark.filterwarnings("ignore:.torch.jit.script. is:DeprecationWarning")  # by torch, for jvp
 
@@ -204,6 +204,17 @@ class Late:
 
 def doubled(tree: Any) -> Any:
     return map_tensors(lambda tensor: 2 * tensor, tree)
+
+
+class Leaves(Exception):
+    """Takes a tensor out of a forward, as a stage that is not the last does."""
+
+    def __str__(self) -> str:
+        raise AssertionError("the values of the tensor would be fetched")
+
+
+def test_exceptions_with_tensors_are_not_printed() -> None:
+    explain_transform(Leaves(torch.ones(2)))
 
 
 def test_records_are_copied_with_their_tensors_and_the_originals_stay() -> None:
