@@ -10,6 +10,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest
+import short_timings  # noqa: F401
 import torch
 from order import place_of
 from plain_adam import adam_as_in_engines

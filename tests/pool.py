@@ -33,6 +33,7 @@ IMPORTED = [
     "zeroshard",
     "zeroshard.engine",
     "zeroshard.train.run",
+    "short_timings",
 ]
 IMPORTED += ["transformers.models.llama.modeling_llama"]  # where there is transformers, by most tests of models
 
