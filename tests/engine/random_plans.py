@@ -360,17 +360,18 @@ def has_way_out(message: str) -> bool:
 
 def refusal_of(settings: Mapping[str, Any]) -> Refusal | None:
     """Why a plan cannot be made; None if it can."""
-    message = _message(settings)
+    message = message_of(settings)
     if message is None:
         return None
     for count in range(1, 5):
         for needed in itertools.combinations(settings, count):
-            if _message({name: settings[name] for name in needed}) == message:
+            if message_of({name: settings[name] for name in needed}) == message:
                 return Refusal(message, needed)
     return Refusal(message, tuple(settings))
 
 
-def _message(settings: Mapping[str, Any]) -> str | None:
+def message_of(settings: Mapping[str, Any]) -> str | None:
+    """The message with which a plan is refused; None if it can be made."""
     try:
         plan_of(settings, DISK)
     except PlanError as error:

@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import torch
 from engine.models import batch, build
-from engine.random_plans import Case, Step, plan_of, refusal_of
+from engine.random_plans import Case, Step, message_of, plan_of
 from torch import Tensor, nn
 
 import zeroshard as zs
@@ -209,7 +209,7 @@ class Run:
         extra.get("scheduler", {}).pop("lr_lambdas", None)
         settings, which = self.engine.plan.as_dict(), "same"
         self.engine.save(place, extra, wait=True)
-        if elsewhere and refusal_of(self.case.other) is None:
+        if elsewhere and message_of(self.case.other) is None:
             with suppress(*MEETING):
                 self.start(self.case.other, 1)
                 which = "other"

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from engine import models
-from engine.random_plans import Case, has_way_out, plan_of, refusal_of
+from engine.random_plans import Case, has_way_out, message_of, plan_of, refusal_of
 from engine.random_runs import Log, Plain, comparable, follows_plainly
 from pipeline.emulation import Case as Asynchronous
 from pipeline.emulation import Emulation
@@ -78,7 +78,7 @@ def _alike(case: Case, answers: list[dict[str, Any]]) -> list[str]:
     logs = [answer["log"] for answer in answers]
     if len({tuple(word for word, _ in log) for log in logs}) > 1:
         return [f"the ranks did not do the same: {[[word for word, _ in log] for log in logs]}"]
-    streams = any(plan_of(s, ".").streams for s in (case.plan, case.other) if refusal_of(s) is None)
+    streams = any(plan_of(s, ".").streams for s in (case.plan, case.other) if message_of(s) is None)
     found = []
     for place, (word, value) in enumerate(logs[0]):
         others = [log[place][1] for log in logs[1:]]

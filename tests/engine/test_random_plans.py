@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine.random_plans import USUAL, Case, Refusal, Step, draw, drawn_fields, refusal_of
+from engine.random_plans import USUAL, Case, Refusal, Step, draw, drawn_fields, message_of, refusal_of
 from engine.random_runs import perform
 from engine.random_verdicts import judge, refused
 from pool import Pool
@@ -44,7 +44,7 @@ def test_a_good_part_of_what_is_drawn_can_be_made_and_of_all_kinds() -> None:
     kinds: Counter[str] = Counter()
     for seed in range(300):
         case = draw(seed)
-        if refusal_of(case.plan) is None:
+        if message_of(case.plan) is None:
             kinds[
                 "pipelines"
                 if "pipeline_parallel" in case.plan
