@@ -83,6 +83,15 @@ class Pipeline:
         fills = self.streams or self.schedule in FILLED or microbatches < 2 * MOST_FILLED
         return self.stages if self.stages <= MOST_FILLED or self.replicas or fills else SHORT
 
+    def rehearsed_length(self, stage: int, fewest: int) -> int:
+        """Stages of the shortest pipeline in which a stage is as in this one, where the first and last need so many.
+
+        Where backwards are split, the gradients of weights that wait depend on the place of a stage between.
+        """
+        if stage in (0, self.stages - 1):
+            return fewest
+        return self.stages if self.splits_backward else min(fewest + 1, self.stages)
+
     def microbatches_per_update(self, microbatches: int) -> int:
         """Microbatches whose gradients are summed for one update, of so many in a step."""
         return 1 if self.schedule == "pipedream" else microbatches

