@@ -55,6 +55,7 @@ TOY = {  # words behind the name of each script; KEPT is a file for its figures
     "offload.py": "--sizes 1M --tokens 1 --rounds 1 --steps 1 --engines compute,memory-1,offload-1 --json KEPT",
     "optimizers.py": "--toy --json KEPT",
     "overhead.py": "--ranks 1 --rounds 1 --steps 1 --json KEPT",
+    "plan_questions.py": "--only 32 --limit 60 --once --json KEPT",
     "partition.py": "--models AlexNet --devices 4 --json KEPT",
     "partition_graphs.py": "--models AlexNet GNMT --json KEPT",
     "peers.py": "--sizes 1M --tokens 8 --precisions fp32 --rounds 1 --steps 1 --engines fsdp2,zero2-shared --json KEPT",
