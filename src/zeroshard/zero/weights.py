@@ -55,7 +55,7 @@ class Mapped(Weights):
             PlanError: torch moved it, with the way out.
         """
         assert self._comm.shared is not None
-        if not self._comm.shared.memory.is_common(self.full):
+        if self.full.numel() and not self._comm.shared.memory.is_common(self.full):
             raise PlanError(
                 f"The parameters {self.flat.label} are no longer in the memory that all ranks share: "
                 f"model.share_memory(), or torch.multiprocessing with one of their tensors, moved them. Call "
