@@ -19,7 +19,8 @@ STAGES = "pipeline_parallel"
 
 
 def _staged(schedule: str, ranks: int = 2, **more: Any) -> Settings:
-    return {STAGES: ranks, f"{STAGES}.schedule": schedule, "microbatches": 4, **more}
+    balance = {f"{STAGES}.balance": "parameters"}  # which no clock decides
+    return {STAGES: ranks, f"{STAGES}.schedule": schedule, "microbatches": 4, **balance, **more}
 
 
 ALONE: dict[str, Settings] = {

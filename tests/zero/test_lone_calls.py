@@ -258,7 +258,8 @@ def test_registered_methods_of_copies_are_plain_and_mistakes_are_named() -> None
     engine.register_forward_method(model.tower, "read")
     with engine.gathered():
         copied = copy.deepcopy(model)
-    assert torch.equal(model.tower.read(x), copied.tower.read(x)) and freed(model)
+    torch.testing.assert_close(model.tower.read(x), copied.tower.read(x))  # other alignments, other last bits
+    assert freed(model)
     with torch.no_grad():
         copied.tower.position.add_(1)
     assert not torch.equal(model.tower.read(x), copied.tower.read(x))
