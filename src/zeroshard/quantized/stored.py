@@ -99,7 +99,7 @@ def stored_weights(reader: Reader, sources: Mapping[str, str]) -> tuple[dict[str
     return found, taken
 
 
-def ends_of(row: Row) -> dict[str, torch.dtype]:
+def ends_of(row: Mapping[str, Any]) -> dict[str, torch.dtype]:
     """The dtypes of a weight's tensors, by the ends of their names."""
     if row["type"] == "int8":
         return {CODES: torch.int8, "SCB": torch.float32}
