@@ -32,7 +32,6 @@ from zeroshard.units import (
     written_while_absent,
 )
 from zeroshard.units.ignored import is_ignored
-from zeroshard.zero.weights import Mapped
 
 GATHERED = "Change parameters inside `with engine.gathered():`, on every rank alike or with gathered(writer=0)."
 
@@ -205,8 +204,8 @@ class Writes:
     def _take_over(self, part: Part) -> None:
         """Copy the new values of parameters whose memory was replaced into the flat buffer, which they view again."""
         flat = part.flat
-        if isinstance(part.weights, Mapped):
-            part.weights.check_place()
+        if part.weights.misplaced is not None:
+            raise PlanError(part.weights.misplaced)
         for number in flat.moved():
             if torch.equal(values_of(flat.parameters[number]), flat.views[number]):
                 flat.restore(number)

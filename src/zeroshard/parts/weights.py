@@ -8,10 +8,9 @@ memory, as `p.detach()` of an earlier step does, cannot become NaN; a flat of wh
 the end of the step.
 """
 
-import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from enum import Enum, StrEnum, auto
 
 import torch
@@ -121,6 +120,11 @@ class Weights:
         """Use `buffer` [N*S] as the whole buffer from now on."""
         self.full, self.own = buffer, self._part(buffer)
 
+    @property
+    def misplaced(self) -> str | None:
+        """The reason why other ranks no longer read `full`; None where they never do, or still do."""
+        return None
+
     def begin_edit(self) -> None:
         """Nothing: writes go into the parameters themselves."""
 
@@ -138,7 +142,7 @@ class Weights:
     def __del__(self) -> None:
         """Fill parameters that outlive the engine, unless other ranks hold a part of them."""
         if self.residence is Residence.ARRIVING and not (self._publishes or sys.is_finalizing()):
-            with contextlib.suppress(OffloadError):
+            with suppress(OffloadError):
                 if (update := self.update.take()) is not None:
                     update.wait()
                 arrived(self)
@@ -183,8 +187,7 @@ class Weights:
         yield Purpose.GATHER_PARAMETERS, self.flat.index.numel * work.updates if self._publishes else 0
 
     def _part(self, buffer: torch.Tensor) -> torch.Tensor:
-        start, stop = self.flat.index.interval(self.rank)
-        return buffer[start:stop]
+        return buffer[slice(*self.flat.index.interval(self.rank))]
 
     @property
     def own_numel(self) -> int:

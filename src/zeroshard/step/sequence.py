@@ -474,10 +474,8 @@ class StepSequence:
             found = [norm.to(found[0].device, torch.float64) for norm in found]
         norms: list[float] = torch.stack(found).tolist() if found else []  # one wait for the device, not one per flat
         self._finite = self.losses.read(norms[len(sums) :])
-        norms = norms[: len(sums)]
-        for number, norm in enumerate(norms):
-            if math.isinf(norm):  # perhaps only their squares do not fit
-                norms[number] = wide_norm(sums[number].settle())
+        pairs = zip(sums, norms, strict=False)  # of infinite norms, perhaps only the squares do not fit
+        norms = [wide_norm(one.settle()) if math.isinf(norm) else norm for one, norm in pairs]
         return sum(norm * norm for norm in norms)
 
     def _publish_written(self, agreed: Agreed) -> None:

@@ -48,20 +48,18 @@ class Mapped(Weights):
             self.own.copy_(self._part(values))
         self.flat.attach()
 
-    def check_place(self) -> None:
-        """Check that the buffer is where the other ranks read it.
-
-        Raises:
-            PlanError: torch moved it, with the way out.
-        """
+    @property
+    def misplaced(self) -> str | None:
+        """The reason why other ranks no longer read the buffer, with the way out: torch moved it."""
         assert self._comm.shared is not None
-        if self.full.numel() and not self._comm.shared.memory.is_common(self.full):
-            raise PlanError(
-                f"The parameters {self.flat.label} are no longer in the memory that all ranks share: "
-                f"model.share_memory(), or torch.multiprocessing with one of their tensors, moved them. Call "
-                f"share_memory() before the engine is made, give copies such as engine.state_dict() to other "
-                f"processes, or set transport='network'."
-            )
+        if not self.full.numel() or self._comm.shared.memory.is_common(self.full):
+            return None
+        return (
+            f"The parameters {self.flat.label} are no longer in the memory that all ranks share: "
+            f"model.share_memory(), or torch.multiprocessing with one of their tensors, moved them. Call "
+            f"share_memory() before the engine is made, give copies such as engine.state_dict() to other "
+            f"processes, or set transport='network'."
+        )
 
     def free(self, for_good: bool = False) -> None:
         """For good: strike this rank's slice out of the ledger, and give its pages back."""
