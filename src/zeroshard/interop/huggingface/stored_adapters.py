@@ -256,7 +256,7 @@ def _built(reader: Reader, facts: Mapping[str, Any]) -> Any:
         with warnings.catch_warnings(), torch.device("meta"):
             warnings.simplefilter("ignore")  # of peft, about names of bases
             wraps = any(name.startswith(PREFIX) for name in reader.names("weight"))
-            model = _adapted(kind, config, reader.facts, facts["configs"], peft if wraps else None)
+            model = _adapted(kind, config, reader.facts, facts["configs"], peft, wraps)
     except Exception as error:  # of any kind, by values in the manifest
         raise CheckpointError(
             f"transformers and peft cannot build the model of {reader.path}: {error}. Install the versions of the run; "
@@ -268,24 +268,25 @@ def _built(reader: Reader, facts: Mapping[str, Any]) -> Any:
     return model
 
 
-def _adapted(kind: Any, config: Any, facts: Mapping[str, Any], configs: Mapping[str, Any], peft: Any) -> Any:
-    """A base with adapters, built by transformers and peft; without peft's own model around it if `peft` is None."""
+def _adapted(
+    kind: Any, config: Any, facts: Mapping[str, Any], configs: Mapping[str, Any], peft: Any, wraps: bool
+) -> Any:
+    """A base with adapters, built by transformers and peft; `wraps` says whether peft's own model is around it."""
     base = kind(kind.config_class.from_dict(config))
     base.config.name_or_path = base.name_or_path = facts.get("origin") or ""
     if facts.get("generation") and hasattr(base, "generation_config"):
         generation: Callable[..., Any] = importlib.import_module("transformers").GenerationConfig.from_dict
         base.generation_config = generation(facts["generation"])
-    model: Any = base if peft is None else None
-    kinds = importlib.import_module("peft").PeftConfig
+    model: Any = None if wraps else base
     for name, table in configs.items():
-        made = kinds.from_peft_type(**table)
+        made = peft.PeftConfig.from_peft_type(**table)
         if getattr(made, "init_lora_weights", True) not in (True, False):
             made.init_lora_weights = True  # others compute values of the base, which has none here
         if model is None:
             model = peft.get_peft_model(base, made, adapter_name=name)
-        elif peft is None:
+        elif not wraps:
             model.add_adapter(made, name)
         else:
             model.add_adapter(name, made)
-        model.peft_config[name] = kinds.from_peft_type(**table)  # peft has changed the other one
+        model.peft_config[name] = peft.PeftConfig.from_peft_type(**table)  # peft has changed the other one
     return model
