@@ -67,8 +67,9 @@ def run_evaluate(argv: Sequence[str]) -> None:
         finite = {name: None if value == math.inf else value for name, value in found.items()}
         print(json.dumps(finite, indent=1))
         return
-    rows, tokens = (f"{found[name]:,} {name[: -(found[name] == 1) or None]}" for name in ("rows", "tokens"))
-    print(f"step {found['step']} of {found['checkpoint']}: {rows}, {tokens}")
+    rows, tokens = found["rows"], found["tokens"]
+    counts = f"{rows:,} row{'s' * (rows != 1)}, {tokens:,} token{'s' * (tokens != 1)}"
+    print(f"step {found['step']} of {found['checkpoint']}: {counts}")
     print(f"loss          {found['loss']:.4f} nats per token")
     print(f"perplexity    {found['perplexity']:.4g}")
     bits = found["bits_per_byte"]
