@@ -121,6 +121,39 @@ def test_the_model_is_left_as_it_was(device: str) -> None:
     assert [cost.name for cost in costs][1] == "features.0"
 
 
+class Routed(nn.Module):
+    """A block that multiplies each row by the number that an earlier block returned for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.seen = nn.Linear(6, 6), list[Any]()
+
+    def forward(self, x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        self.seen += [] if rows.is_meta else [rows.tolist()]
+        return self.inner(x) * rows[:, None], rows + 1
+
+
+@pytest.mark.parametrize(("device", "known"), [("meta", [0] * ROWS), ("cpu", [2, 3, 4, 5, 6])])
+def test_a_block_that_reads_numbers_which_an_earlier_block_returned(device: str, known: list[int]) -> None:
+    """They are those of the example; zeros where the example was on meta."""
+    model: Any = on(device, Linears)
+    model.blocks = nn.ModuleList(on(device, Routed) for _ in range(2))
+
+    def run(x: Tensor) -> Tensor:
+        hidden, rows = model.first(x), torch.arange(1, len(x) + 1, device=x.device)
+        for block in model.blocks:
+            hidden, rows = block(hidden, rows)
+        output: Tensor = model.last(hidden).square().mean()
+        return output
+
+    x = torch.randn(ROWS, 4)
+    chain = Chain(model, lambda: run(x.to(device)))
+    model.blocks[1].seen.clear()
+    costs = measure(model, chain, lambda: run(x), CPU, repeats=1)
+    assert model.blocks[1].seen == [known, known]
+    assert costs[1].saved_bytes == ROWS * (6 * 4 + 8)  # the input, and the numbers
+
+
 class Again(nn.Linear):
     """A layer that is computed again in its backward, by the older way of torch."""
 

@@ -134,11 +134,11 @@ class Bypass:
                 copies = gate.overwritten and isinstance(leaf, Tensor)  # the code around it writes into its output
                 self.known[source] = leaf.detach().clone() if copies else leaf
 
-    def fill(self, crossing: Crossing, gate: Gate, number: int, output: Any, shapes_only: bool, absent: Absent) -> Any:
+    def fill(self, crossing: Crossing, gate: Gate, number: int, output: Any, by_example: bool, absent: Absent) -> Any:
         """A placeholder for an output, filled with known values, else with fitting ones of the example.
 
         Args:
-            shapes_only: whether values of the example stand for all.
+            by_example: whether values of the example stand for all.
             absent: marks a value that the stage does not get.
         """
         leaves, spec = tree_flatten(output)
@@ -154,7 +154,7 @@ class Bypass:
             if isinstance(value, Tensor):
                 shown = value.clone() if gate.overwritten and value is not leaf else value
                 is_nan = value is leaf and (leaf.is_floating_point() or leaf.is_complex())
-                known = received or is_nan or (shapes_only and source is not None)
+                known = received or is_nan or (by_example and source is not None)
                 value = shown if known else absent(shown)
             leaves[n] = value
         return tree_unflatten(leaves, spec)

@@ -59,7 +59,7 @@ class _Passage:
     hidden: Tensor | None
     entered: "Entered | None"
     bypass: Bypass | None
-    shapes_only: bool
+    by_example: bool
     passing: Passing | None = None  # carried values, in place of the one input
     phase: int = 0
     inside: bool = False  # of a module that runs
@@ -167,6 +167,7 @@ class Chain:
         entered: Entered | None = None,
         bypass: Bypass | None = None,
         pieces: Sequence[int] = (),
+        by_example: bool = False,
     ) -> Any:
         """Run layers [first, last) of the model that `forward` calls, to the input of layer `last` or to the output.
 
@@ -175,11 +176,12 @@ class Chain:
             pieces: its elements from each source, where there are several.
             entered: called with the input of each of these layers but the first.
             bypass: values of earlier layers that these read; values of these layers are added.
+            by_example: whether the example's values stand for those of earlier layers.
         """
         if hidden is not None and first in self._overwritten and not self.carried.needed:
             hidden = hidden.clone()  # a leaf of autograd, or a message, must not be written
         bypass = bypass or (Bypass() if self.crossing.groups or self.carried.needed else None)
-        passage = self._passage = _Passage(first, last, hidden, entered, bypass, first > 0 and hidden is None)
+        passage = self._passage = _Passage(first, last, hidden, entered, bypass, by_example)
         if self.carried.needed:
             passage.passing = Passing(self.carried, first, hidden, last, pieces)
             passage.hidden = None
@@ -215,7 +217,7 @@ class Chain:
         Of no layers, the placeholder of the activation that enters them, or those of the values, by key.
         """
         with torch.no_grad(), unchanged(self.model), without_values():
-            return self.run(first, last, forward, bypass=bypass)
+            return self.run(first, last, forward, bypass=bypass, by_example=True)
 
     def number(self, name: str) -> int:
         """The layer of a name.
@@ -314,7 +316,7 @@ class Chain:
             return output  # of most blocks: it is NaN
         absent = partial(unsent, path=gate.path, in_own_layers=passage.in_own_layers)
         known = passage.bypass or Bypass()
-        output = known.fill(self.crossing, gate, number, output, passage.shapes_only, absent)
+        output = known.fill(self.crossing, gate, number, output, passage.by_example, absent)
         if passage.passing is None:
             return output
         output = passage.passing.returned(gate.path, number, output)

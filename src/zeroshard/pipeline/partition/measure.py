@@ -83,7 +83,7 @@ class _Measurement:
         hidden = None if self._hidden is None else self._hidden.detach().requires_grad_()
         accelerator.synchronize(self._device)
         start = self._now()
-        output = self._chain.run(number, number + 1, self._forward, hidden)
+        output = self._chain.run(number, number + 1, self._forward, hidden, by_example=True)
         accelerator.synchronize(self._device)
         middle = self._now()
         ends = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
