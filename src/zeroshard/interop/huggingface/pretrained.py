@@ -87,6 +87,7 @@ class Match:
         places: by the first name of a parameter or buffer, the names under which files hold it, with the tensors.
         partly: the names whose first rows alone are in the files.
         unlike: names whose shape in the files is another.
+        valued: names of parameters that the files give and that have values in the model.
         missing: names without a value.
         unused: names in the files without a use.
     """
@@ -94,6 +95,7 @@ class Match:
     places: dict[str, list[tuple[str, LazyTensor]]] = field(default_factory=dict)
     partly: list[str] = field(default_factory=list)
     unlike: list[str] = field(default_factory=list)
+    valued: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
 
@@ -219,7 +221,8 @@ class PretrainedValues:
         for name, tensor in self._tensors.tensors.items():
             first = wanted.tied.get(name, name)
             if first not in wanted.shapes:
-                continue  # a parameter with values of its own
+                match.valued.append(name)
+                continue
             needed, held = wanted.shapes[first], tuple(tensor.shape)
             grows = first in wanted.growing and held[1:] == needed[1:] and bool(held) and held[0] < needed[0]
             if held == needed or (grows and initialises):
@@ -238,6 +241,12 @@ class PretrainedValues:
             CheckpointError: with the tensors, the file and the way out.
         """
         match = self._match
+        if match.valued and strict:
+            raise CheckpointError(
+                f"'{match.valued[0]}' has values in the model, and {self._path} gives others. Build the model under "
+                f'torch.device("meta"), or pass strict=False to keep the model\'s own values.'
+            )
+        match.unused += [stored for name in match.valued for stored in self._tensors.tensors[name].stored()]
         if match.unlike and not (initialises and not strict):
             self._refuse_unlike(match.unlike[0])
         if match.unlike:
