@@ -33,6 +33,7 @@ from zeroshard.comm.collectives import Comm
 from zeroshard.errors import CheckpointError, CommError, ConfigError, PlanError
 from zeroshard.parts.part import Part, Parts
 from zeroshard.pipeline.buffers import Buffers
+from zeroshard.precision.cast import floating_dtype
 from zeroshard.quantized.weights import end_of, take_apart
 from zeroshard.text import shard_bytes
 
@@ -110,7 +111,7 @@ class WholeWeights:
         self._quantised = {weight.label: weight for weight in take_apart(model)}
         self.table = list(self._dequantised())
 
-    def groups(self, dtype: torch.dtype | None, names: Names, masters: bool) -> list[FileGroup]:
+    def groups(self, dtype: torch.dtype | str | None, names: Names, masters: bool) -> list[FileGroup]:
         """All tensors under their names in files.
 
         Args:
@@ -121,12 +122,10 @@ class WholeWeights:
         Raises:
             ConfigError: `names` does not fit, or `dtype` is none of floating-point numbers.
         """
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ConfigError(f"dtype is {dtype!r}; it must be a floating-point one, such as torch.bfloat16, or None.")
-        slots = []
+        kind, slots = floating_dtype(dtype), []
         for held in self.table:
             own = held.kept if masters else held.computed
-            slots.append(Slot(held.name, dtype if dtype is not None and own.is_floating_point else own, held.shape))
+            slots.append(Slot(held.name, kind if kind is not None and own.is_floating_point else own, held.shape))
         return grouped(slots, names, self._model)
 
     def walk(

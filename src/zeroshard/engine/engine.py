@@ -448,16 +448,16 @@ class Engine(GradientAccess, JoinAccess, MethodAccess, RebuildAccess):
 
     @overload
     def weights(
-        self, *, dtype: torch.dtype | None = None, names: Names = None, buckets: None = None
+        self, *, dtype: torch.dtype | str | None = None, names: Names = None, buckets: None = None
     ) -> Iterator[tuple[str, torch.Tensor]]: ...
 
     @overload
     def weights(
-        self, *, dtype: torch.dtype | None = None, names: Names = None, buckets: str | int
+        self, *, dtype: torch.dtype | str | None = None, names: Names = None, buckets: str | int
     ) -> Iterator[Bucket]: ...
 
     def weights(
-        self, *, dtype: torch.dtype | None = None, names: Names = None, buckets: str | int | None = None
+        self, *, dtype: torch.dtype | str | None = None, names: Names = None, buckets: str | int | None = None
     ) -> Iterator[tuple[str, torch.Tensor]] | Iterator[Bucket]:
         """Whole parameters and persistent buffers one at a time on every rank: (name, tensor), or buckets of them.
 
@@ -487,7 +487,7 @@ class Engine(GradientAccess, JoinAccess, MethodAccess, RebuildAccess):
         self,
         folder: str | Path,
         *,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         shard_size: str | int = SHARD_SIZE,
         adapters: bool | str = False,
         merge: bool = False,

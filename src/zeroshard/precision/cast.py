@@ -11,13 +11,25 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.parametrizations import _Orthogonal, _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from zeroshard.errors import PlanError
+from zeroshard.errors import ConfigError, PlanError
 from zeroshard.quantized.weights import KEEPS_DTYPE
 from zeroshard.units.hooks import map_tensors
 
 FP32 = "computes_in_fp32"  # an attribute, true of modules that compute in fp32 without being named
 RETURNS_FP32 = "returns_fp32"  # and one of modules whose outputs are not cast back
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def floating_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """A floating-point dtype, given as such or by a name of a plan or of torch, "bf16" or "bfloat16"; None stays None.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    found = DTYPES.get(dtype, getattr(torch, dtype, dtype)) if isinstance(dtype, str) else dtype
+    if found is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
+        raise ConfigError(f"dtype is {dtype!r}; it must be a floating-point one, such as torch.bfloat16, or None.")
+    return found
 
 
 @dataclass(frozen=True, slots=True)

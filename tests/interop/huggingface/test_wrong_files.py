@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import zeroshard as zs
 from zeroshard.checkpoint.shard_file import ShardFile
-from zeroshard.errors import CheckpointError, ModelError
+from zeroshard.errors import CheckpointError, ConfigError, ModelError
 from zeroshard.interop.huggingface.loading import build
 from zeroshard.interop.huggingface.pretrained import PretrainedValues
 
@@ -249,6 +249,49 @@ def test_options_and_paths_are_checked() -> None:
         load(folder("llama"), stict=False)
     with pytest.raises(CheckpointError, match="not looked up: download the folder first"):
         load(Path("meta-llama/Llama-3.2-1B"))
+
+
+def test_a_model_with_values_of_its_own_is_refused() -> None:
+    """As one that was built outside of the meta device: its values would stay in place of the file's."""
+    model = transformers.LlamaForCausalLM(transformers.AutoConfig.from_pretrained(folder("llama")))
+    with pytest.raises(CheckpointError, match=r"'.*' has values in the model, and .* gives others\. Build .*\"meta\""):
+        load(folder("llama"), model=model)
+    own = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    engine = load(folder("llama"), model=model, strict=False)
+    assert engine.loaded is not None and set(engine.loaded.unused) == set(own) and engine.loaded.read == ()
+    assert all(torch.equal(value, own[name]) for name, value in engine.state_dict().items())
+
+
+def test_dtypes_are_given_as_such_or_by_name(tmp_path: Path) -> None:
+    for name in ("bf16", "bfloat16", torch.bfloat16):
+        engine = load(folder("llama"), dtype=name)
+        assert {value.dtype for value in engine.state_dict().values()} == {torch.bfloat16}
+    for wrong in ("bf17", torch.int8, 16):
+        with pytest.raises(ConfigError, match=r"dtype is .*; it must be a floating-point one, such as torch.bfloat16"):
+            load(folder("llama"), dtype=wrong)
+    load(folder("llama")).export(tmp_path / "out", dtype="bf16")
+    assert {value.dtype for value in load_file(tmp_path / "out" / FILE).values()} == {torch.bfloat16}
+
+
+def test_a_file_in_place_of_the_folder_is_named() -> None:
+    with pytest.raises(ModelError, match=r"model.safetensors is a file of weights without a config.json; give its fo"):
+        load(folder("llama") / FILE)
+
+
+def test_a_class_for_other_families_is_refused_in_one_line() -> None:
+    with pytest.raises(ModelError, match=r"cannot build AutoModelForSeq2SeqLM from .*Unrecognized conf") as found:
+        load(folder("llama"), model=transformers.AutoModelForSeq2SeqLM)
+    assert "\n" not in str(found.value)
+
+
+def test_adapters_that_peft_refuses_are_named() -> None:
+    peft = pytest.importorskip("peft")
+    with pytest.raises(
+        ModelError, match=r"peft refuses adapters=LoraConfig\(\.\.\.\): Target modules .*'absent'.* not f"
+    ):
+        load(folder("llama"), adapters=peft.LoraConfig(target_modules=["absent"]))
+    with pytest.raises(ModelError, match=r"peft refuses adapters=str\(\.\.\.\)"):
+        load(folder("llama"), adapters="lora")
 
 
 def model_of(kind: str, family: str, **settings: Any) -> Any:

@@ -14,13 +14,13 @@ from zeroshard.comm.collectives import Comm
 from zeroshard.comm.mesh import Mesh, shared_mesh
 from zeroshard.engine import Engine
 from zeroshard.engine.engine import LossFunction
-from zeroshard.errors import CheckpointError, ModelError, ZeroshardError
+from zeroshard.errors import CheckpointError, ConfigError, ModelError, ZeroshardError
 from zeroshard.interop.huggingface.conversion import pretrained_part
 from zeroshard.interop.huggingface.pretrained import PretrainedValues
 from zeroshard.interop.huggingface.quantized import package, quantise
 from zeroshard.interop.huggingface.scaled import quantisation_of
 from zeroshard.plan import Plan
-from zeroshard.precision.cast import Precision
+from zeroshard.precision.cast import Precision, floating_dtype
 from zeroshard.text import format_bytes
 from zeroshard.units.ignored import OptimizerLike
 from zeroshard.validation.arguments import check_arguments, check_options
@@ -71,8 +71,8 @@ def from_pretrained(
         path: a folder with config.json and safetensors files; or such a file, of a model that is given.
         optimizer: a function of the parameters, such as `partial(torch.optim.AdamW, lr=1e-5)`.
         plan: as for `Engine`.
-        model: the class, such as `AutoModelForSequenceClassification`; a model that was built on the meta device; by
-            default the class that the configuration names.
+        model: the class, such as `AutoModelForSequenceClassification`; or a model that was built on the meta device, in
+            which adapters may have values; by default the class that the configuration names.
         mesh, loss, example: as for `Engine`.
         options: see `LoadOptions`.
 
@@ -121,7 +121,11 @@ def _opened(
     stored = quantisation_of(getattr(pretrained_part(built)[1], "config", None))
     quantise(built, path, options.get("quantized"), Precision.named(plan.precision).compute)
     if options.get("adapters") is not None:
-        built = package("peft", "adapters=", "peft").get_peft_model(built, options["adapters"])
+        peft = package("peft", "adapters=", "peft")
+        try:
+            built = peft.get_peft_model(built, options["adapters"])
+        except Exception as error:  # of any class, as of no module with one of the given names
+            raise ModelError(f"peft refuses adapters={type(options['adapters']).__name__}(...): {error}") from error
     return built, PretrainedValues(path, built, options.get("strict", True), missing, stored)
 
 
@@ -136,6 +140,9 @@ def build(folder: Path, kind: type | None, dtype: torch.dtype | str | None = Non
         ModelError: there is no configuration, or transformers refuses it.
     """
     transformers = _transformers(folder)
+    chosen = floating_dtype(None if dtype == "auto" else dtype)
+    if folder.is_file():
+        raise ModelError(f"{folder} is a file of weights without a {CONFIG}; give its folder, or pass model= too.")
     if folder.is_dir() and not (folder / CONFIG).is_file():
         raise ModelError(
             f"{folder} has no {CONFIG}; give the folder of a model that save_pretrained wrote, or a model."
@@ -161,12 +168,13 @@ def build(folder: Path, kind: type | None, dtype: torch.dtype | str | None = Non
             f"{folder / CONFIG} is of the family {config.model_type!r}, and {kind.__name__} needs a configuration of "
             f"{expected.model_type!r}. Give the class of that family, or leave model out."
         )
-    chosen = (config.dtype or _dtype_of_files(folder)) if dtype == "auto" else dtype
+    chosen = (config.dtype or _dtype_of_files(folder)) if dtype == "auto" else chosen
     try:
         with torch.device("meta"):
             built: nn.Module = make(config, dtype=chosen or torch.float32)
     except Exception as error:
-        raise ModelError(f"transformers cannot build {kind.__name__} from {folder / CONFIG}: {error}") from error
+        reason = str(error).partition("\n")[0]
+        raise ModelError(f"transformers cannot build {kind.__name__} from {folder / CONFIG}: {reason}") from error
     config = getattr(built, "config", config)
     config.name_or_path = str(folder)
     if (folder / "generation_config.json").is_file() and hasattr(built, "generation_config"):
@@ -207,6 +215,6 @@ def _on_all_ranks(mesh: Mesh, make: Callable[[], Result]) -> Result:
     problems = [found for found in Comm(mesh).agree_on(problem, "the files of a pretrained model") if found]
     if problems:
         name, text = problems[0]
-        raise (ModelError if name == "ModelError" else CheckpointError)(text)
+        raise {"ModelError": ModelError, "ConfigError": ConfigError}.get(name, CheckpointError)(text)
     assert result is not None
     return result
