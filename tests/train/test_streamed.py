@@ -122,3 +122,13 @@ def test_a_rollback_leaves_samples_out(folder: Path, tmp_path: Path, monkeypatch
     found = losses(trained(config))
     assert seen.count([20, 21, 22, 23]) == 1 and seen.count([16, 17, 18, 19]) == 2
     assert seen[-1] == [48, 49, 50, 51] and all(math.isfinite(loss) for loss in found.values())
+
+
+@pytest.mark.parametrize("name", ["few.jsonl", "few.txt"])
+def test_too_few_rows_that_are_held_out_are_refused_before_the_first_step(tmp_path: Path, name: str) -> None:
+    lines = ['{"text": "a short record"}\n' if name.endswith("jsonl") else "a line of text\n" for _ in range(60)]
+    (tmp_path / name).write_text("".join(lines))
+    with pytest.raises(DataError, match=r"held out|validation"):
+        trained(config_of(tmp_path / name, tmp_path / "runs", sequence=64))
+    (folder,) = (tmp_path / "runs").iterdir() if (tmp_path / "runs").exists() else [tmp_path]
+    assert not (folder / "metrics.jsonl").exists() or not losses(folder)

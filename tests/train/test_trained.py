@@ -14,6 +14,7 @@ from zeroshard.comm.mesh import Mesh
 from zeroshard.data.columns import IGNORED
 from zeroshard.errors import CheckpointError, ConfigError, DataError
 from zeroshard.train.config import TrainConfig
+from zeroshard.train.early_checks import check_checkpoint
 from zeroshard.train.options import parse
 from zeroshard.train.run import run as run_job
 from zeroshard.train.trained import Trained, load_trained
@@ -121,6 +122,10 @@ def test_what_is_no_run_is_refused(own: tuple[dict[str, Any], Path], tmp_path: P
         load(tmp_path / "no")
     with pytest.raises(ConfigError, match=r"has no config\.toml, so it is no run folder"):
         load(tmp_path)
+    with pytest.raises(ConfigError, match=rf"so it is no run folder; give {own[1]}, the newest run inside"):
+        load(own[1].parent)
+    with pytest.raises(CheckpointError, match=rf"is no checkpoint: .*Give {own[1]}, the newest run inside"):
+        check_checkpoint(own[1].parent)
     config = (own[1] / "config.toml").read_text()
     (tmp_path / "config.toml").write_text(config)
     with pytest.raises(CheckpointError, match="holds no checkpoint to take weights from"):

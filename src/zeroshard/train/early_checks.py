@@ -81,7 +81,8 @@ def check_checkpoint(path: Path, option: str = "", way_out: str = OF_A_RUN) -> N
         return  # half written or put aside, which the reader describes
     found = "it is a file" if path.exists() else "there is no such folder"
     if path.is_dir():
-        found = f"the folder has no {MANIFEST}"
+        found, run = f"the folder has no {MANIFEST}", newest_run(path)
+        way_out = way_out if run is None else f"Give {run}, the newest run inside."
     named = f"{option} names {path}, which" if option else path
     raise CheckpointError(f"{named} is no checkpoint: {found}. {way_out}")
 
@@ -122,5 +123,13 @@ def run_folder_of(path: Path) -> Path:
         raise ConfigError(f"run names {path}, which is no folder; give a run folder that zeroshard train made")
     folder = path if (path / CONFIG).is_file() else path.absolute().parent.parent
     if not (folder / CONFIG).is_file():
-        raise ConfigError(f"{path} has no {CONFIG}, so it is no run folder; give one that zeroshard train made")
+        run = newest_run(path)
+        given = "one that zeroshard train made" if run is None else f"{run}, the newest run inside"
+        raise ConfigError(f"{path} has no {CONFIG}, so it is no run folder; give {given}")
     return folder
+
+
+def newest_run(path: Path) -> Path | None:
+    """The newest run folder inside of a folder, as `--out` names it, or None."""
+    inside = [found.parent for found in path.glob(f"*/{CONFIG}")]
+    return max(inside, key=lambda run: run.stat().st_mtime, default=None)

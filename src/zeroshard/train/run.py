@@ -149,6 +149,8 @@ class Run:
         """
         config, keeping = self.config, self.keeping
         losses: dict[int, float] = {}
+        ranks = self.engine.data_ranks
+        next(self.data.validation(1, self.engine.data_rank, ranks, ranks))  # too few rows are refused before a step
         with self.progress, keeping.listening(), self._showing_warnings():
             step = first = keeping.begin(self.folder.continued)
             self._forecast = self._begin_forecast(config.steps - first)
