@@ -49,6 +49,14 @@ BAD: dict[str, tuple[Callable[[Path], Path], str]] = {  # by name: the path, and
         lambda folder: write(folder, a__txt=b"PAR1\0\0") / "a.txt",
         r"a\.txt is parquet under another name; rename it to a\.parquet",
     ),
+    "arrow as records": (
+        lambda folder: write(folder, a__jsonl=b"ARROW1\0\0") / "a.jsonl",
+        r"a\.jsonl is Arrow, not text",
+    ),
+    "parquet as records": (
+        lambda folder: write(folder, a__jsonl=b"PAR1\0\0") / "a.jsonl",
+        r"a\.jsonl is parquet under another name; rename it to a\.parquet",
+    ),
     "an archive": (
         lambda folder: write(folder, a__tar__gz=gzip.compress(b"x")) / "a.tar.gz",
         r"a\.tar\.gz is an archive of files; unpack it, and give the folder",

@@ -117,7 +117,7 @@ def _kind(file: Path, named: bool = True) -> Kind:
     packed = next((end for end, begin in COMPRESSED.items() if re.match(begin, first)), None)
     if packed is not None and not is_compressed(file) and suffix not in ARCHIVES:
         raise DataError(f"{file} is compressed, and its name does not say so; rename it to {file.name}{packed}")
-    if suffix in RECORDS:
+    if suffix in RECORDS and not first.startswith((PARQUET_MAGIC, *ARROW_MAGICS)):
         return "records"
     if suffix == ".parquet" and not is_compressed(file):
         return "parquet"
