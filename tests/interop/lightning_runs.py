@@ -265,6 +265,7 @@ def averaged(folder: Path, found: dict[str, Any], whole: bool) -> None:
             plan = zs.Plan(zero=zero, transport="network" if zero == 3 else "auto")
             trainer, _, weights = fit(folder, plan, callbacks=[make()], **settings)
             found[f"{name} {zero}"] = (dict(trainer.callback_metrics), weights), wanted
+            found[f"{name} {zero} tested"] = trainer.test(trainer.lightning_module, loader(), verbose=False)[0]
     settings = {"max_steps": -1, "gradient_clip_val": 0.5}
     fit(folder, zs.Plan(zero=2), callbacks=[makers["EMA"](), Saves(folder / "average")], max_epochs=2, **settings)
     again = fit(folder, zs.Plan(zero=1), callbacks=[makers["EMA"]()], ckpt=folder / "average", max_epochs=3, **settings)

@@ -280,6 +280,7 @@ class ZeroshardStrategy(DDPStrategy):
         hooks: dict[str, bool] = {}  # whether they write
         if isinstance(callback, StochasticWeightAveraging):
             hooks = {"update_parameters": False, "transfer_weights": True}
+            callback.setup = _no_copy
         elif isinstance(callback, WeightAveraging):
             hooks = dict.fromkeys(("on_train_end", "on_validation_epoch_start", "on_validation_epoch_end"), True)
             average = callback._average_model
@@ -366,3 +367,7 @@ class EnginePrecision(Precision):
             engine.clip_grad_value(clip_val)
         else:
             engine.clip_grad_norm(clip_val)
+
+
+def _no_copy(*_: Any, **__: Any) -> None:
+    """`setup` of SWA in runs after the fit, which average nothing: lightning's own would copy the module again."""
