@@ -92,3 +92,8 @@ def test_an_invalid_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"tokenizer\.json is not a valid"):
         load_tokenizer(str(tmp_path))
+
+
+def test_tokens_of_a_larger_vocabulary_than_that_of_bytes_are_no_text() -> None:
+    """As a model with more tokens may generate."""
+    assert ByteTokenizer().decode([*b"ab", 256, 399, *b"c"]) == "ab\ufffd\ufffdc"

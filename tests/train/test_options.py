@@ -104,6 +104,18 @@ def test_a_file_has_the_names_of_the_command_line(tmp_path: Path) -> None:
     assert (changed.batch_per_rank, changed.plan.pipeline.stages, changed.plan.pipeline.schedule) == (8, 4, "1f1b")
 
 
+def test_the_tokenizer_is_that_of_the_model_by_default(tmp_path: Path) -> None:
+    assert TrainConfig().tokenizer == TrainConfig(model=str(tmp_path)).tokenizer == "bytes"
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tokenizer.model").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"has tokenizer.model and no tokenizer.json. Write one with"):
+        TrainConfig(model=str(tmp_path))
+    assert TrainConfig(model=str(tmp_path), tokenizer="bytes").tokenizer == "bytes"
+    (tmp_path / "tokenizer.json").write_text("{}")
+    for model in (tmp_path, tmp_path / "config.json"):
+        assert TrainConfig(model=str(model)).tokenizer == str(tmp_path)
+
+
 def test_a_run_folder_of_an_earlier_version_loads(tmp_path: Path) -> None:
     path = tmp_path / "config.toml"
     path.write_text('model = "tiny"\nbatch = 8\n[plan]\nstages = 2\nmicrobatches = 4\n')

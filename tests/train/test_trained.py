@@ -98,7 +98,7 @@ def test_a_model_of_transformers_with_a_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>", "chat_template": "{{messages[0].content}}"}')
     sizes = {"vocab_size": 92, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", **sizes}))
-    words_of = ["--model", str(tmp_path / "config.json"), "--tokenizer", str(tmp_path), "--columns", "prompt", "text"]
+    words_of = ["--model", str(tmp_path / "config.json"), "--columns", "prompt", "text"]
     summary, folder = trained_in(tmp_path, *words_of)
     trained = load_trained(folder, CPU)
     assert trained.evaluate()["bits_per_byte"] == pytest.approx(summary["validation_bits_per_byte"], rel=1e-5)

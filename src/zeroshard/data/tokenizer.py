@@ -62,6 +62,9 @@ class Tokenizer(Protocol):
         """The text of a conversation; with `reply` also the beginning of the next answer."""
 
 
+INVALID = 0xFF  # a byte that is in no UTF-8 text
+
+
 class ByteTokenizer:
     """Every byte is a token."""
 
@@ -80,8 +83,8 @@ class ByteTokenizer:
         return [np.frombuffer(text.encode(errors="replace"), dtype=np.uint8) for text in texts]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The bytes as UTF-8; invalid ones become U+FFFD."""
-        return bytes(tokens).decode("utf-8", errors="replace")
+        """The bytes as UTF-8; invalid ones and tokens of a larger vocabulary become U+FFFD."""
+        return bytes(min(token, INVALID) for token in tokens).decode("utf-8", errors="replace")
 
     def bytes_per_token(self, tokens: Tensor, raw: bytes) -> float:
         """Always 1."""

@@ -17,6 +17,7 @@ from zeroshard.train.option_values import check_least
 OptimizerName = Literal[
     "adamw", "sgd", "adagrad", "adafactor", "sm3", "adamw8bit", "adam8bit", "lamb", "muon", "shampoo", "soap"
 ]  # fmt: skip
+OTHER_TOKENIZERS = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")  # of models without tokenizer.json
 RENAMED_OPTIONS = {"batch": "batch_per_rank"}  # options of stored run folders, by their earlier names
 
 
@@ -72,8 +73,9 @@ class TrainConfig:
     data: tuple[Path, ...] = ()
     """Text, .jsonl, .parquet, compressed files, folders of them or of Hugging Face data sets, with weights if wanted:
     web.jsonl:3,notes/; by default the running interpreter's standard-library source."""
-    tokenizer: str = "bytes"
-    """bytes, or the path of a tokenizer.json or of its folder (extra: hf)."""
+    tokenizer: str = "auto"
+    """bytes, or the path of a tokenizer.json or of its folder (extra: hf); auto is that in the folder of the model, or
+    bytes where it has none."""
     columns: tuple[str, ...] = ()
     """Column of text or of messages, or the two of prompt and completion; by default text, content, messages, or prompt
     and completion."""
@@ -173,6 +175,8 @@ class TrainConfig:
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be between 0 and 1.")
         parse_sources(self.data)  # refuses wrong weights
+        if self.tokenizer == "auto":
+            object.__setattr__(self, "tokenizer", _tokenizer_of(self.model))
         if len(self.columns) > 2:
             raise ConfigError(
                 f"columns names {len(self.columns)}; it takes one of text or messages, or two of prompt and completion."
@@ -239,3 +243,22 @@ class TrainConfig:
             raise ConfigError(
                 f"patience={self.patience} tolerates bad steps and nonfinite='raise' does not; set nonfinite='skip'."
             )
+
+
+def _tokenizer_of(model: str) -> str:
+    """The folder of a Hugging Face model with a tokenizer, else "bytes".
+
+    Raises:
+        ConfigError: its tokenizer is in another form than a tokenizer.json.
+    """
+    folder = Path(model).parent if model.endswith(".json") else Path(model)
+    if (folder / "tokenizer.json").is_file():
+        return str(folder)
+    other = next((name for name in OTHER_TOKENIZERS if (folder / name).is_file()), None)
+    if other is not None and (folder / "config.json").is_file():
+        raise ConfigError(
+            f"{folder} has {other} and no tokenizer.json. Write one with "
+            f"transformers.AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r}), or name a "
+            f"tokenizer, such as bytes."
+        )
+    return "bytes"
