@@ -8,10 +8,11 @@ import pytest
 import torch
 from engine.adapters import ADAPTERS, adapted, attach, base, batch, engine_of, rows_of
 from pool import Pool
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import zeroshard as zs
-from zeroshard.errors import ModelError, PlanError
+from zeroshard.errors import ConfigError, ModelError, PlanError
 
 peft = pytest.importorskip("peft")
 PLANS: dict[str, dict[str, Any]] = {
@@ -121,6 +122,17 @@ def test_rows_of_embeddings_that_are_trained(tmp_path: Path) -> None:
         engine.export(tmp_path / "merged", merge=True)
     with pytest.raises(ModelError, match="trainable_token_indices is on the meta device"):
         zs.from_pretrained(tmp_path / "base", torch.optim.SGD, adapters=peft.LoraConfig(**settings))
+
+
+def test_merged_weights_have_a_dtype_by_its_name(tmp_path: Path) -> None:
+    engine = engine_of(None, adapted("lora"))
+    for name, dtype in (("name", "bf16"), ("dtype", torch.bfloat16)):
+        engine.export(tmp_path / name, merge=True, dtype=dtype)
+    named, other = (load_file(tmp_path / each / "model.safetensors") for each in ("name", "dtype"))
+    assert named.keys() == other.keys() and all(value.dtype == torch.bfloat16 for value in named.values())
+    assert all(torch.equal(value, other[key]) for key, value in named.items())
+    with pytest.raises(ConfigError, match="dtype is 'int8'; it must be a floating-point one"):
+        engine.export(tmp_path / "other", merge=True, dtype="int8")
 
 
 def test_adapters_that_are_not_there_are_refused(tmp_path: Path) -> None:

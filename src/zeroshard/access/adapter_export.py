@@ -24,6 +24,7 @@ from zeroshard.checkpoint.export import CONFIG, ExportPlan, folder_of, narrowed,
 from zeroshard.checkpoint.file_names import FAMILY, grouped, renamed
 from zeroshard.checkpoint.stream import Slot
 from zeroshard.errors import CheckpointWarning, PlanError
+from zeroshard.precision.cast import floating_dtype
 from zeroshard.quantized.weights import is_turned
 from zeroshard.text import format_names, shard_bytes
 from zeroshard.units.adapters import base_names, layers_of_adapters
@@ -38,7 +39,7 @@ Read = Callable[[Slot], Tensor]  # makes a source of a group; a collective call
 class ExportSizes(NamedTuple):
     """The dtype and the largest file of an export, as of `WholeWeights.export`."""
 
-    dtype: torch.dtype | None
+    dtype: torch.dtype | str | None
     shard_size: str | int
 
 
@@ -121,8 +122,9 @@ def plan_merged(whole: TensorTable, model: Any, sizes: ExportSizes) -> tuple[Exp
     """The files of the base with its active adapters merged, as `from_pretrained` of transformers reads them.
 
     Raises:
-        PlanError: the model is none of peft's, or an adapter cannot be merged.
+        PlanError: the model is none of peft's, or an adapter cannot be merged. ConfigError: as `floating_dtype`.
     """
+    dtype = floating_dtype(sizes.dtype)
     active = list(dict.fromkeys(_active(model)))
     base = base_of(model)
     prefix = next(path for path, module in model.named_modules() if module is base)
@@ -132,7 +134,7 @@ def plan_merged(whole: TensorTable, model: Any, sizes: ExportSizes) -> tuple[Exp
     if merging.parted and config is not None:
         config["tie_word_embeddings"] = False
     slots = [
-        Slot(name, sizes.dtype if sizes.dtype and held.kept.is_floating_point else held.kept, held.shape)
+        Slot(name, dtype if dtype and held.kept.is_floating_point else held.kept, held.shape)
         for name, held in merging.held.items()
     ]
     groups = grouped(slots, None if config is None else FAMILY, base)

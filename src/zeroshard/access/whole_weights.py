@@ -189,7 +189,7 @@ class WholeWeights:
             yield Bucket(flat, views)
             del flat, views
 
-    def export(self, out: Path, dtype: torch.dtype | None, shard_size: str | int) -> None:
+    def export(self, out: Path, dtype: torch.dtype | str | None, shard_size: str | int) -> None:
         """Write a folder as `from_pretrained` reads it: rank 0 writes, one tensor at a time; a collective call.
 
         Args:
