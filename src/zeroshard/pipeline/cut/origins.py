@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 INTO_PYTHON = ("tolist", "numpy", "__array__", "__dlpack__")  # not seen by the dispatcher
 SHAPES_ONLY = ("_like", "new_")  # names of operators that read only the shape
+METADATA = "prim"  # the namespace of questions about the device or layout of a tensor without values
 
 
 class ReturnedValue(NamedTuple):
@@ -155,7 +156,7 @@ class Origins(TorchDispatchMode):
         """Run an operator, and note its reads and results."""
         output = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
-        if self._paused or any(part in name for part in SHAPES_ONLY):
+        if self._paused or func.namespace == METADATA or any(part in name for part in SHAPES_ONLY):
             return output
         taken = list(tensors_among((args, kwargs)))
         if name.startswith("_local_scalar_dense"):
