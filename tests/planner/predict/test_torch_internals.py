@@ -12,6 +12,7 @@ from selection import by_default
 import zeroshard as zs
 from zeroshard.doctor.hardware import Machines
 from zeroshard.planner.predict import torch_internals as private
+from zeroshard.planner.predict.memory_tracker import Tracker
 from zeroshard.planner.predict.rehearse import rehearse
 from zeroshard.planner.predict.torch_internals import Results, fakes
 
@@ -77,6 +78,14 @@ def test_shapes_strides_and_memory_are_those_of_torch() -> None:
         for run in (lambda func, args: func(*args), *[lambda func, args: results.of(func, func, args, {})] * 2):
             found.append(looks(operations(run, x, numbers), x))
     assert found[0] == found[1] == found[2]
+
+
+def test_modules_convert_their_parameters() -> None:
+    """Torch swaps no parameter that its mode remembers, as those of the first operation on a shape."""
+    for convert, dtype in ((torch.nn.Module.bfloat16, torch.bfloat16), (torch.nn.Module.double, torch.float64)):
+        with fakes() as mode, Tracker(results=Results(mode)):
+            layer = convert(torch.nn.Linear(37, 41))
+            assert [isinstance(p, torch.nn.Parameter) and p.dtype for p in layer.parameters()] == [dtype, dtype]
 
 
 def test_operations_in_given_memory_return_it_and_resize_it_as_torch_does() -> None:

@@ -73,8 +73,24 @@ STAND_INS: dict[Packet, Callable[..., Any]] = {GROUPED: _grouped_product, SET_ST
 def fakes() -> Iterator[FakeTensorMode]:
     """Inside, new tensors have no values, and operations compute none; tensors from outside are taken as fake ones."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with mode, _masks_as_in_a_run():
+    with mode, _masks_as_in_a_run(), _conversions(mode):
         yield mode
+
+
+@contextmanager
+def _conversions(mode: FakeTensorMode) -> Iterator[None]:
+    """Let modules convert their parameters, as `bfloat16()` does: torch swaps no tensor that the mode remembers."""
+    original, known = torch.utils.swap_tensors, mode.fake_tensor_converter.meta_converter.tensor_memo
+
+    def swap(one: torch.Tensor, other: torch.Tensor) -> None:
+        known.clear()
+        original(one, other)
+
+    torch.utils.swap_tensors = swap
+    try:
+        yield
+    finally:
+        torch.utils.swap_tensors = original
 
 
 @contextmanager
