@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from pipeline.cut import odd_models
+from pipeline.cut.odd_models import OddModel
+from pipeline.cut.odd_models import batch as odd_batch
 from planner.rehearsed import peak_of, wire_of
 from pool import Pool
 from selection import by_default
@@ -115,7 +116,7 @@ def test_the_peaks_of_both_stages_are_those_of_a_run(pool: Pool, case: tuple[str
 
 def crossings(seed: int) -> list[Any]:
     """All that would cross each boundary of an odd model."""
-    model, example = odd_models.OddModel(seed), odd_models.batch(1, 2)
+    model, example = OddModel(seed), odd_batch(1, 2)
     chain = Chain(model, lambda: model(*example), model.units)
     layers = range(len(chain.layers))
     return [chain.carried.plain(), [(sorted(chain.carried.at(layer)), chain.beside(layer)) for layer in layers]]

@@ -80,7 +80,8 @@ def fakes() -> Iterator[FakeTensorMode]:
 @contextmanager
 def _conversions(mode: FakeTensorMode) -> Iterator[None]:
     """Let modules convert their parameters, as `bfloat16()` does: torch swaps no tensor that the mode remembers."""
-    original, known = torch.utils.swap_tensors, mode.fake_tensor_converter.meta_converter.tensor_memo
+    original: Callable[..., None] = torch.utils.swap_tensors
+    known = mode.fake_tensor_converter.meta_converter.tensor_memo
 
     def swap(one: torch.Tensor, other: torch.Tensor) -> None:
         known.clear()

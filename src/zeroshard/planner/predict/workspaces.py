@@ -1,7 +1,9 @@
 """Workspaces of CPU kernels: copies that convolutions make in oneDNN's blocked layout, and LAPACK's for eigenvectors.
 
 Found by listing the allocations of torch's convolutions one by one. Channels are padded to blocks; a copy is freed as
-soon as it was used, so only the peak counts. Workspaces of GPU kernels are not modelled.
+soon as it was used, so only the peak counts. If an image or a kernel has its channels last, as after an attention over
+pixels, torch copies all operands to that layout first, and the kernel's gradient twice. Workspaces of GPU kernels are
+not modelled.
 """
 
 from collections.abc import Sequence
@@ -21,8 +23,12 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def beside_results(func: Packet, args: Sequence[Any], result: Any) -> int:
     """Bytes that an operation holds at its peak beyond its results."""
     if func is aten.convolution.default and _by_onednn(args[0], args[1], args[3], args[5], args[6]):
+        if _has_channels_last(args[0]) or _has_channels_last(args[1]):
+            return _copied(args[0], args[1]) + _kernel(args[1])
         return _forward(args[0], args[1], result)
     if func is aten.convolution_backward.default and _by_onednn(args[1], args[2], args[4], args[6], args[7]):
+        if _has_channels_last(args[1]) or _has_channels_last(args[2]):
+            return _copied(*args[:3]) + _beside_gradients(args[2], result)
         strided = any(step != 1 for step in args[4])
         return _backward(args[0], args[1], args[2], result, strided)
     if func is aten._linalg_eigh.default and not args[0].is_complex():
@@ -35,7 +41,7 @@ def _by_onednn(x: torch.Tensor, weight: torch.Tensor, stride: Any, dilation: Any
     """Whether torch gives a convolution to oneDNN (`ConvParams::use_mkldnn`), and the inputs are not blocked yet."""
     if transposed or weight.dtype not in DTYPES or not torch.backends.mkldnn.is_available() or x.dim() != 4:
         return False
-    if not x.is_contiguous():  # channels last: read without a copy
+    if not (x.is_contiguous() or _has_channels_last(x)):
         return False
     plain = all(n == 1 for n in (*stride, *dilation, *weight.shape[2:])) and weight.dtype is torch.float32
     return not plain or x.shape[0] >= ROWS_OF_ONEDNN or torch.get_num_threads() > 1
@@ -59,6 +65,27 @@ def _blocked_weight(weight: torch.Tensor, x: torch.Tensor | None) -> int:
         return _nbytes(weight)
     few = x is not None and into <= FEW_CHANNELS
     return weight.itemsize * prod((_blocks(out), into if few else _blocks(into), *weight.shape[2:]))
+
+
+def _has_channels_last(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
+
+
+def _copied(*tensors: torch.Tensor) -> int:
+    """Bytes of copies with channels last, of tensors in another layout."""
+    return sum(_nbytes(one) for one in tensors if not one.is_contiguous(memory_format=torch.channels_last))
+
+
+def _kernel(weight: torch.Tensor) -> int:
+    """Bytes of the copy of a kernel with channels last, in blocks of outputs alone."""
+    return _nbytes(weight) // weight.shape[0] * _blocks(weight.shape[0])
+
+
+def _beside_gradients(weight: torch.Tensor, result: Any) -> int:
+    """Bytes beside the gradients of a convolution with channels last; those of kernel and bias come last."""
+    to_x, to_weight, to_bias = result
+    for_x = 0 if to_x is None else _kernel(weight) - _nbytes(to_weight) - _nbytes(to_bias)
+    return max(0, for_x, 2 * _nbytes(to_weight) + _nbytes(to_bias))
 
 
 def _nbytes(tensor: torch.Tensor | None) -> int:
