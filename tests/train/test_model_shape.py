@@ -9,7 +9,7 @@ from planner.questions import MODELS, PUBLISHED
 
 from zeroshard.errors import ModelError
 from zeroshard.train.gpt import GPT
-from zeroshard.train.model_shape import shape_of, stated_dtype
+from zeroshard.train.model_shape import row_length, shape_of, stated_dtype
 from zeroshard.train.sizes import SIZES
 
 
@@ -43,3 +43,14 @@ def test_unknown_families_have_no_shape_and_files_without_a_table_are_refused(tm
     file.write_text("{")
     with pytest.raises(ModelError, match=r"cannot be read as JSON"):
         shape_of(str(file))
+
+
+def test_rows_are_no_longer_than_a_model_has_positions(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**MODELS["llama-7b"], "max_position_embeddings": 128}))
+    assert row_length(str(tmp_path), None, 1024) == 128
+    assert row_length(str(tmp_path), 64, 1024) == 64
+    with pytest.raises(ModelError, match="has 128 positions and a row 129 tokens; set sequence to 128 or less"):
+        row_length(str(tmp_path), 129, 1024)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
+    assert (row_length(str(tmp_path), None, 1024), row_length(str(tmp_path), 4096, 1024)) == (1024, 4096)
+    assert (row_length("tiny", None, 1), row_length("tiny", 32, 1)) == (SIZES["tiny"].context, 32)

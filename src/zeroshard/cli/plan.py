@@ -49,9 +49,9 @@ from zeroshard.tensor.find.layers import find
 from zeroshard.text import format_bytes
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.family import SOURCE, default_plans, largest_table
+from zeroshard.train.model_shape import row_length
 from zeroshard.train.option_values import NONE
 from zeroshard.train.planning import beside_spinner
-from zeroshard.train.sizes import SIZES
 from zeroshard.train.task import language_task, own_task, with_cheaper
 from zeroshard.zero.byte_formulas import state_bytes
 
@@ -125,10 +125,8 @@ def described_task(options: PlanOptions, devices: int) -> tuple[TrainingTask, Pl
     Raises:
         ModelError: no such model, or one that cannot be built.
     """
-    sequence = options.sequence
-    if sequence is None:
-        sequence = SIZES[options.model].context if options.model in SIZES else 1 if options.batch_of else SEQUENCE
-    config = TrainConfig(model=options.model, sequence=sequence, optimizer=options.optimizer)
+    sequence = row_length(options.model, options.sequence, 1 if options.batch_of else SEQUENCE)
+    config = TrainConfig(model=options.model, tokenizer="bytes", sequence=sequence, optimizer=options.optimizer)
     rows = options.global_batch or ROWS * devices
     if options.own:
         task, plan = own_task(config, rows, options.batch_of), Plan(**options.fields)

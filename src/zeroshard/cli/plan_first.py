@@ -9,8 +9,7 @@ from rich.table import Table
 from zeroshard.cli.plan_options import ROWS, SEQUENCE, PlanOptions, precision_for
 from zeroshard.doctor.hardware import Machines
 from zeroshard.planner.formulas import AdapterSize, StepSize, first_rows
-from zeroshard.train.model_shape import shape_of
-from zeroshard.train.sizes import SIZES
+from zeroshard.train.model_shape import row_length, shape_of
 
 SHOWN = 6  # rows
 PACKED_WIDTH = 0.5 + 1 / 64 + 4 / (64 * 256)  # bytes of a weight in 4 bits, with its scales (2305.14314, section 3)
@@ -24,7 +23,7 @@ def print_first_table(options: PlanOptions, machines: Machines) -> None:
     shape = shape_of(options.model)
     if shape is None:
         return
-    sequence = options.sequence or (SIZES[options.model].context if options.model in SIZES else SEQUENCE)
+    sequence = row_length(options.model, options.sequence, SEQUENCE)
     rows = max(1, (options.global_batch or ROWS * machines.count) // machines.count)
     precision = precision_for(options, machines)
     width = {"fp32": 4}.get(precision, 2)

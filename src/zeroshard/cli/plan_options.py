@@ -51,7 +51,7 @@ class PlanOptions:
     global_batch: int | None = None
     """Rows of one step, over all devices; 4 per device by default."""
     sequence: int | None = None
-    """Tokens of a row; by default the context of a built-in size, else 1024."""
+    """Tokens of a row; by default the context of a built-in size, else 1024, or the model's positions if fewer."""
     optimizer: OptimizerName = "adamw"
     """Which optimizer: adamw, sgd and adagrad of torch.optim, the others of zs.optim (docs/optimizers.md)."""
     precision: Precision | None = None

@@ -45,6 +45,26 @@ def stated_dtype(model: str) -> str | None:
     return None if dtype is None else str(dtype)
 
 
+def row_length(model: str, asked: int | None, usual: int) -> int:
+    """Tokens of a row: as asked for, else a built-in size's context, or `usual` and at most the model's positions.
+
+    Raises:
+        ModelError: the model has fewer positions than asked for; and as `configuration`.
+    """
+    if model in SIZES:
+        return SIZES[model].context if asked is None else asked
+    table = configuration(model) or {}
+    positions = table.get("max_position_embeddings", table.get("n_positions"))
+    if not isinstance(positions, int):
+        return usual if asked is None else asked
+    if asked is not None and asked > positions:
+        raise ModelError(
+            f"The model of {model} has {positions} positions and a row {asked} tokens; set sequence to {positions} or "
+            f"less, or raise the positions in the configuration."
+        )
+    return min(usual, positions) if asked is None else asked
+
+
 def shape_of(model: str) -> ModelShape | None:
     """The shape of a built-in size or of a known family of configurations; None for others.
 
