@@ -166,6 +166,16 @@ class TiedFive(Five):
         self.head.weight = self.embed.weight
 
 
+class Skipping(Five):
+    """The result of the first block enters the last one too, and what comes after."""
+
+    def body(self, x: Tensor, step: int) -> Tensor:
+        first = x = self.blocks[0](x)
+        for block in self.blocks[1:-1]:
+            x = block(x)
+        return self.blocks[-1](x + first) + first
+
+
 class Framed(Five):
     """The model itself has parameters, and uses them before and after the blocks."""
 
@@ -380,6 +390,7 @@ LONGER: dict[str, Any] = {
     kind.__name__: kind
     for kind in (Five, TiedFive, Framed, Chunked, ChunkedTied, Deep, DeepTied, Dropped, Thrifty, Spiked)
 }  # for pipelines
+SKIPPING: dict[str, Any] = {"Skipping": Skipping}  # whose values pass over stages
 SPLIT: dict[str, Any] = {kind.__name__: kind for kind in (Attending, AttendingTied)}  # by tensor parallelism
 MIXED: dict[str, Any] = {kind.__name__: kind for kind in (Mixing, MixingTied)}  # and by expert parallelism
 
@@ -387,7 +398,7 @@ MIXED: dict[str, Any] = {kind.__name__: kind for kind in (Mixing, MixingTied)}  
 def build(name: str, seed: int = 0) -> nn.Module:
     """A model with the same weights every time."""
     torch.manual_seed(seed)
-    model: nn.Module = {**MODELS, **LONGER, **SPLIT, **MIXED}[name]()
+    model: nn.Module = {**MODELS, **LONGER, **SKIPPING, **SPLIT, **MIXED}[name]()
     return model
 
 

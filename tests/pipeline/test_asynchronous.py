@@ -23,6 +23,8 @@ CASES = [
     *(replace(case, schedule=schedule) for schedule in ("pipedream", "vertical", "2bw") for case in ALL),
     *(Case(schedule, (1, 2, 1, 1), **TIED) for schedule in ("pipedream", "vertical")),
     Case("2bw", (2, 2, 1), **TIED),
+    *(Case(schedule, (2, 2, 1), model="Skipping", script="ssfses") for schedule in ("pipedream", "vertical", "2bw")),
+    Case("pipedream", (2, 1, 1, 1), model="Skipping", more={"recompute": "blocks"}),
     Case("pipedream", (1, 2, 1, 1), more={"recompute": "blocks"}),
     Case("2bw", (2, 1, 2), model="TiedFive", more={"recompute": "blocks"}),
     Case("vertical", (2, 2, 1), model="Thrifty"),  # the model's own recomputation
