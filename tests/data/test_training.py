@@ -81,7 +81,7 @@ def test_bits_per_byte_are_those_of_the_first_documents(tmp_path: Path) -> None:
     assert data.bits_per_byte(math.log(2)) == pytest.approx(9 / 7)  # each document has a newline more
     pairs = [{"prompt": "ab", "completion": "c"}] * 40
     masked = opened(records(tmp_path / "b.jsonl", *pairs))
-    assert masked.masked and masked.bits_per_byte(math.log(2)) == pytest.approx(4 / 3)
+    assert masked.masked and masked.bits_per_byte(math.log(2)) == pytest.approx(2)  # "c" and a newline
     mixed = opened(f"{tmp_path / 'a.jsonl'}:1,{tmp_path / 'b.jsonl'}:3")
     assert mixed.facts()["shares"] == {str(tmp_path / "a.jsonl"): 0.25, str(tmp_path / "b.jsonl"): 0.75}
     rows = mixed.rows(range(16))

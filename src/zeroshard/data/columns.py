@@ -26,6 +26,11 @@ class Example:
     tokens: Array
     labels: Array | None = None
 
+    @property
+    def labelled(self) -> int:
+        """Number of tokens with a label."""
+        return len(self.tokens) if self.labels is None else int((self.labels != IGNORED).sum())
+
 
 def columns_of(source: DocumentSource, given: Sequence[str]) -> tuple[Form, tuple[str, ...]]:
     """The form of a source, and its columns: those named, or else usual ones, by its first document.
@@ -116,9 +121,9 @@ class Encoder:
         return [Example(self._ended(row) if len(row) else row) for row in self._tokenizer.encode_all(texts)]
 
     def nbytes(self, documents: Sequence[tuple[Columns, Callable[[], str]]]) -> int:
-        """Bytes of the text of documents."""
+        """Bytes of the text of documents, without prompts, whose tokens have no label."""
         if self.form == "completion":
-            texts = [self._column(name, *document) for document in documents for name in self.names]
+            texts = [self._column(self.names[1], *document) for document in documents]
         else:
             texts = [self._text(*document) for document in documents]
         return sum(len(text.encode(errors="replace")) for text in texts)

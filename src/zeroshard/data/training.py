@@ -203,7 +203,7 @@ class StreamedData:
         return {"name": self.name, "kind": named_kinds(found), **sizes, **mixed, "digest": self.digest}
 
     def bits_per_byte(self, nats_per_token: float) -> float:
-        """Loss in bits per byte, by the bytes per token of the first documents."""
+        """Loss in bits per byte, by the bytes per token of the first documents, without prompts."""
         return nats_per_token / math.log(2) / self._bytes_per_token
 
     def rows(self, samples: Sequence[int], rank: int = 0, ranks: int = 1) -> TokenRows:
@@ -261,7 +261,7 @@ class StreamedData:
         for mixed in self._mixture.sources:
             documents = list(mixed.source.beginning(SAMPLED))
             nbytes += mixed.encoder.nbytes(documents)
-            tokens += sum(len(example.tokens) for example in mixed.encoder.encode(documents))
+            tokens += sum(example.labelled for example in mixed.encoder.encode(documents))
         return nbytes / max(tokens, 1) if nbytes else 1.0
 
 
