@@ -167,13 +167,14 @@ class TiedFive(Five):
 
 
 class Skipping(Five):
-    """The result of the first block enters the last one too, and what comes after."""
+    """The results of the embedding and of the first block are added to the last block's."""
 
     def body(self, x: Tensor, step: int) -> Tensor:
-        first = x = self.blocks[0](x)
-        for block in self.blocks[1:-1]:
+        embedded, first = x, self.blocks[0](x)
+        x = first
+        for block in self.blocks[1:]:
             x = block(x)
-        return self.blocks[-1](x + first) + first
+        return x + first + embedded
 
 
 class Framed(Five):

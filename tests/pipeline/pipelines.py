@@ -60,6 +60,7 @@ def follow(mesh: zs.Mesh, name: str, plan: dict[str, Any], script: str, rows: in
         seen["parameter bytes"] = (row.measured_bytes, row.planned_bytes)
         seen["weights"] = engine.state_dict()
     assert engine.pipeline is not None
+    seen["skips"] = [tuple(skip) for skip in engine.pipeline.skips]
     timed = {action.kind for action, _, _ in trace.actions}
     seen["promised"] = [str(a) for a in engine.pipeline.stretch(len(script))[mesh.rank] if a.kind in timed]
     seen["actions"] = [str(action) for action, _, _ in trace.actions]

@@ -59,6 +59,7 @@ def test_losses_and_weights_follow_the_papers_equations(pool: Pool, case: Case) 
     emulation, evaluations, seen = run(pool, case)
     for rank, mine in enumerate(seen):
         stage = case.ranks[rank]
+        assert mine["skips"] == ([(0, case.stages - 1)] if case.model == "Skipping" else [])
         blocks = range(case.firsts[stage], case.firsts[stage] + case.sizes[stage])
         ends = (["prefix"] if stage == 0 else [], ["suffix"] if stage == case.stages - 1 else [])
         assert mine["layers"] == [*ends[0], *(f"blocks.{block}" for block in blocks), *ends[1]]
