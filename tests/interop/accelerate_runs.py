@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import zeroshard as zs
 from zeroshard.interop.accelerate import ZeroshardAccelerator
 
-SETTINGS = {"cpu": True, "gradient_accumulation_steps": 2, "step_scheduler_with_optimizer": False}
+SETTINGS = {"gradient_accumulation_steps": 2, "step_scheduler_with_optimizer": False}
 
 
 def loop(accelerator: Accelerator, epochs: range, folder: Path | None = None) -> dict[str, Any]:
@@ -51,12 +51,12 @@ def refusals() -> list[str]:
     """Errors of calls that cannot work."""
 
     def prepared(*given: Any, plan: zs.Plan | None = None) -> Any:
-        return ZeroshardAccelerator(plan, cpu=True).prepare(*given)
+        return ZeroshardAccelerator(plan).prepare(*given)
 
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    free = ZeroshardAccelerator(zs.Plan(zero=1), cpu=True)
-    ready = ZeroshardAccelerator(zs.Plan(zero=1), cpu=True)
+    free = ZeroshardAccelerator(zs.Plan(zero=1))
+    ready = ZeroshardAccelerator(zs.Plan(zero=1))
     ready.prepare(model, optimizer)
     return [
         error_of(lambda: prepared(other)),
@@ -67,7 +67,7 @@ def refusals() -> list[str]:
         error_of(lambda: ready.clip_grad_norm_(list(model.parameters())[:1], 1.0)),
         error_of(lambda: ready.backward(torch.ones(1).sum(), retain_graph=True)),
         error_of(lambda: ready.load_state(None)),
-        error_of(lambda: ZeroshardAccelerator(zs.Plan(microbatches=2), cpu=True)),
+        error_of(lambda: ZeroshardAccelerator(zs.Plan(microbatches=2))),
     ]
 
 
@@ -83,7 +83,7 @@ def main(folder: Path, whole: bool) -> None:
     found["files"] = sorted(path.name for path in (folder / "saved").iterdir())
     model = Regression()
     engine = zs.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), zs.Plan(zero=1))
-    adopting = ZeroshardAccelerator(zs.Plan(zero=1), cpu=True)
+    adopting = ZeroshardAccelerator(zs.Plan(zero=1))
     adopting.prepare(engine)
     adopting.backward(engine(torch.ones(2, 4)).square().mean())
     adopting.save_model(model, str(folder / "model"))

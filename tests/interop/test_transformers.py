@@ -15,7 +15,7 @@ from interop import trainer_cases as cases
 from selection import by_default
 
 import zeroshard as zs
-from zeroshard.errors import ConfigError, ModelError
+from zeroshard.errors import ConfigError, ModelError, PlanError
 
 for needed in ("transformers", "accelerate", "trl"):
     pytest.importorskip(needed)
@@ -206,6 +206,18 @@ def test_models_that_transformers_divided_are_refused(
     arguments = runs.TrainingArguments(str(tmp_path), use_cpu=True)
     with pytest.raises(ModelError, match="Load it without distributed_config"):
         runs.over(runs.Trainer, zs.Plan())(model, arguments)
+
+
+def test_processes_that_would_all_take_the_same_rows_are_refused(
+    runs: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on CPUs, where transformers takes each process of torchrun for one alone unless it is told `use_cpu`."""
+    arguments = runs.TrainingArguments(str(tmp_path))
+    assert arguments.world_size == 1
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(PlanError, match=r"has 2 processes and accelerate counts 1, .* pass use_cpu=True"):
+        runs.over(runs.Trainer, zs.Plan())(runs.llama(), arguments)
 
 
 def test_the_mixin_comes_before_the_trainer(runs: ModuleType) -> None:

@@ -150,6 +150,18 @@ def local_ranks() -> int | None:
     return int(count) if count.isdecimal() and int(count) else None
 
 
+def ranks_of_job() -> int:
+    """Number of ranks of the launcher, or of an initialised process group; 1 without either.
+
+    Raises:
+        PlanError: the launcher's variables make no rank of a world.
+    """
+    if dist.is_initialized():
+        return dist.get_world_size()
+    place = _place()
+    return 1 if place is None else place[1]
+
+
 def stay_inside() -> None:
     """Make new process groups listen on the loopback address alone, for a job on one machine.
 

@@ -18,7 +18,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import TorchDynamoPlugin
 from torch import nn
 
-from zeroshard.comm.mesh import init_mesh
+from zeroshard.comm.mesh import init_mesh, ranks_of_job
 from zeroshard.engine import Engine
 from zeroshard.errors import ModelError, OptimizerError, PlanError
 from zeroshard.interop.huggingface import from_pretrained
@@ -26,6 +26,7 @@ from zeroshard.interop.loops import check_loop, with_dtype
 from zeroshard.interop.optimizer import EngineOptimizer
 from zeroshard.interop.states import load_states, save_states
 from zeroshard.plan import Plan
+from zeroshard.platform.accelerator import kind
 from zeroshard.units.compiling import check_options
 from zeroshard.validation.arguments import check_compiling
 
@@ -43,20 +44,22 @@ class ZeroshardAccelerator(Accelerator):
     Args:
         plan: for the engine; one microbatch and no split layers, because the loop and the loaders are the user's.
         weights: a folder of `save_pretrained`, of which each rank reads its slices for a model on the meta device.
-        settings: arguments of `Accelerator`.
+        settings: arguments of `Accelerator`, with `cpu=True` by default where several ranks run on CPUs.
 
     Attributes:
         engine: from the first `prepare` of a model and its optimizer on.
 
     Raises:
         PlanError: a plan in which the loop would be the engine's, or two precisions; or FSDP, DeepSpeed or a
-            parallelism of accelerate beside the plan.
+            parallelism of accelerate beside the plan; or accelerate counts other processes than the job has.
     """
 
     _models: list[nn.Module]
     _optimizers: list[torch.optim.Optimizer]
 
     def __init__(self, plan: Plan | None = None, weights: str | PathLike[str] | None = None, **settings: Any) -> None:
+        if ranks_of_job() > 1 and kind() == "cpu":
+            settings.setdefault("cpu", True)  # without it, accelerate takes each process for a job of its own
         super().__init__(**settings)
         self._take(plan or Plan(), weights)
 
@@ -78,6 +81,12 @@ class ZeroshardAccelerator(Accelerator):
             raise PlanError(
                 f"The job runs under {self.distributed_type.value} of accelerate, and the plan divides the states "
                 f"itself. Start it with torchrun, or with `accelerate launch --multi_gpu`."
+            )
+        if self.num_processes != ranks_of_job():
+            raise PlanError(
+                f"The job has {ranks_of_job()} processes and accelerate counts {self.num_processes}, so each would "
+                f"train on the rows of all. On CPUs pass use_cpu=True to TrainingArguments, and cpu=True to the first "
+                f"Accelerator; or start the script with torchrun."
             )
         if self.parallelism_config is not None:
             raise PlanError("parallelism_config and a plan both divide the model. Leave parallelism_config out.")
