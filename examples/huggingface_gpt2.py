@@ -16,11 +16,11 @@ engine = zs.Engine(model, partial(torch.optim.AdamW, lr=1e-3), plan)
 
 text = torch.frombuffer(bytearray(Path(__file__).read_bytes()), dtype=torch.uint8).long()
 generator = torch.Generator().manual_seed(engine.rank)
-for step in range(30):
+for step in range(15):
     starts = torch.randint(len(text) - 64, (8,), generator=generator)
     rows = torch.stack([text[start : start + 64] for start in starts])
     result = engine.train_step({"input_ids": rows, "labels": rows})
-    if engine.rank == 0 and step % 10 == 9:
+    if engine.rank == 0 and step % 5 == 4:
         print(f"step {result.step}: loss {result.loss:.3f}, gradient norm {result.grad_norm:.3f}")
 weights = engine.state_dict()  # complete on every rank, in the model's own names
 if engine.rank == 0:
