@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 aten = torch.ops.aten
+warn_of_access = torch._C._set_warn_deprecated_on_mutable_data_ptr  # to values that are not there
 DEVICE = torch.ops.prim.device.default  # the most frequent call on fake tensors
 Packet = Any  # an operator of torch.ops
 MOST_KNOWN = 100_000  # most results to cache
@@ -187,6 +188,7 @@ class Results:
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
+        self._attributes: dict[torch.device, dict[str, Any]] = {}  # of a new tensor
 
     def of(self, func: Packet, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation by `run`, or rebuild its cached result for arguments of the same metadata."""
@@ -224,10 +226,24 @@ class Results:
                 else:
                     meta = torch.empty(0, dtype=known.dtype, device="meta")
                     meta.set_(args[0].untyped_storage(), known.offset, known.shape, known.stride)
-            return FakeTensor(self._mode, meta, known.device)
+            return self._without_values(meta, known.device)
         if known is _FIRST:
             return args[0]
         return None if known is None else type(known)(self._remake(one, args, kwargs) for one in known)
+
+    def _without_values(self, meta: torch.Tensor, device: torch.device) -> FakeTensor:
+        """A new tensor; but for the first one of a device without the checks and the single attributes of its class."""
+        attributes = self._attributes.get(device)
+        if attributes is None:
+            made = FakeTensor(self._mode, meta, device)
+            self._attributes[device] = dict(vars(made))
+            return made
+        made = torch.Tensor._make_subclass(
+            FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device
+        )
+        warn_of_access(made)
+        vars(made).update(attributes)
+        return made
 
 
 def _remembers(func: Packet) -> bool:
