@@ -35,6 +35,17 @@ def test_a_rehearsal_is_the_same_with_remembered_results(plan: dict[str, Any], m
         assert replace(one, pipeline=None) == replace(asked, pipeline=None)
 
 
+ON_PARTS: list[Any] = [  # each on several parts of one tensor, the results of which differ in their places alone
+    (torch.ops.aten.add.Tensor, 1),
+    (torch.ops.aten.zero_.default,),
+    (torch.ops.aten.transpose.int, 0, 1),
+    (torch.ops.aten.slice.Tensor, 0, 1, 2),
+    (torch.ops.aten.as_strided.default, [2], [1]),
+    (torch.ops.aten.as_strided.default, [2], [1], 3),
+    (torch.ops.aten.view.dtype, torch.int16),
+]
+
+
 def operations(run: Callable[..., Any], x: torch.Tensor, numbers: torch.Tensor) -> list[torch.Tensor | None]:
     aten = torch.ops.aten
     calls: list[tuple[Any, Any]] = [
@@ -50,6 +61,7 @@ def operations(run: Callable[..., Any], x: torch.Tensor, numbers: torch.Tensor) 
         (aten._foreach_mul_.Scalar, ([x], 2.0)),
         (aten.expand.default, (x[:1], [4, 6])),
         (aten.arange.default, (5,)),
+        *((func, (part, *more)) for func, *more in ON_PARTS for part in (x[:2], x[2:], x[1:3])),
     ]
     made: list[torch.Tensor | None] = []
     for func, args in calls:

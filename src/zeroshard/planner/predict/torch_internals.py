@@ -158,7 +158,7 @@ class _Unknown(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """A tensor on memory of its own, or from `offset` on in the memory of the operation's first argument."""
+    """A tensor on memory of its own, or on that of the operation's first argument, `offset` elements after it."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -195,7 +195,7 @@ class Results:
         if not _remembers(func):
             return run(*args, **kwargs)
         try:
-            key = (func, torch.get_default_dtype(), _key_of(args), _key_of(tuple(kwargs.items())))
+            key = (func, torch.get_default_dtype(), _key_of(args, func.is_view), _key_of(tuple(kwargs.items())))
             known = _results.get(key, _results)
         except (_Unknown, TypeError):
             return run(*args, **kwargs)
@@ -225,7 +225,8 @@ class Results:
                     meta = torch.empty_strided(known.shape, known.stride, dtype=known.dtype, device="meta")
                 else:
                     meta = torch.empty(0, dtype=known.dtype, device="meta")
-                    meta.set_(args[0].untyped_storage(), known.offset, known.shape, known.stride)
+                    start = args[0].storage_offset() + known.offset
+                    meta.set_(args[0].untyped_storage(), start, known.shape, known.stride)
             return self._without_values(meta, known.device)
         if known is _FIRST:
             return args[0]
@@ -256,15 +257,15 @@ def _remembers(func: Packet) -> bool:
     return _kinds[func]
 
 
-def _key_of(value: Any) -> Any:
-    """The metadata of an argument, hashable."""
+def _key_of(value: Any, placed: bool = True) -> Any:
+    """The metadata of an argument, hashable; with its place in memory, on which results depend that are views."""
     kind = type(value)
     if kind is FakeTensor:
         if value.constant is not None or value.layout is not torch.strided or value.dtype.is_complex:
             raise _Unknown
-        return (value.dtype, value.shape, value.stride(), value.storage_offset(), value.fake_device)
+        return (value.dtype, value.shape, value.stride(), placed and value.storage_offset(), value.fake_device)
     if kind is tuple or kind is list:
-        return (kind, *[_key_of(one) for one in value])
+        return (kind, *[_key_of(one, placed) for one in value])
     if isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, torch.Generator)):
         raise _Unknown
     return (kind, value) if kind in (int, float, bool) else value  # 1, 1.0 and True are one key
@@ -282,7 +283,8 @@ def _kept(result: Any, args: tuple[Any, ...], given: set[int]) -> Any:
         raise _Unknown
     storage, shape, stride = result.untyped_storage(), tuple(result.shape), result.stride()
     if args and type(args[0]) is FakeTensor and args[0].untyped_storage()._cdata == storage._cdata:
-        return _Made(shape, stride, result.dtype, result.fake_device, int(result.storage_offset()))
+        offset = int(result.storage_offset() - args[0].storage_offset())
+        return _Made(shape, stride, result.dtype, result.fake_device, offset)
     span = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if result.numel() else 0
     if storage._cdata in given or result.storage_offset() or storage.nbytes() != span * result.itemsize:
         raise _Unknown
