@@ -63,6 +63,11 @@ class Offloading(Choice):
         return {} if self.alike else {"offload.fraction": 1.0}
 
     @property
+    def beside_forward(self) -> Mapping[str, Any] | None:
+        """No offload, unless it is of activations."""
+        return None if "activations" in self.parts else {"offload": Offload()}
+
+    @property
     def changes(self) -> tuple[str, ...]:
         """Rounded moments, and late updates."""
         rounded = () if self.policy.moments == "fp32" else (f"{MOMENTS[self.policy.moments]} moments",)

@@ -138,6 +138,11 @@ class Choice:
         return {}
 
     @property
+    def beside_forward(self) -> Mapping[str, Any] | None:
+        """Settings with which a plan keeps as many activations on a device, none by default; None where it does not."""
+        return {}
+
+    @property
     def beside_devices(self) -> bool:
         """True if device tensors count as host memory too (CPU ranks)."""
         return False

@@ -1,6 +1,6 @@
 """ZeRO's answers to the planner, and the stages that it offers to a search."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil
@@ -38,6 +38,11 @@ class Slicing(Choice):
     def reach(self) -> tuple[float, ...]:
         """The stage."""
         return (self.zero,)
+
+    @property
+    def beside_forward(self) -> Mapping[str, Any]:
+        """No stage."""
+        return {"zero": 0}
 
     def slices(self, ranks: int) -> int:
         """Ranks that slice among themselves."""

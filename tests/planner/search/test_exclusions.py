@@ -86,3 +86,31 @@ def test_shares_of_a_deep_model_that_cannot_fit_are_not_rehearsed() -> None:
     assert found.best and not any("offload optimizer 25%" in line and "recompute" not in line for line in said)
     refused = {one.plan.offloading.fraction: one.prediction for one in found.refused if one.prediction is not None}
     assert any(one.mode == "estimate" for one in refused.values())
+
+
+def test_last_resorts_with_activations_that_exceed_a_device_alone_are_not_rehearsed() -> None:
+    """Of two plans without recomputation the first alone; the second is refused by a number below its own."""
+    job, rows = gpt_task(replace(SHAPE, layers=6, width=256, heads=4), 8), 4
+    first = BF16.with_settings({"zero": 2, "offload": "optimizer"})
+    other = BF16.with_settings({"zero": 3, "offload": "optimizer,parameters"})
+    known, rehearsed = (predict(job, plan, MACHINES, rows) for plan in (first, other))
+    held = known.memory[Category.ACTIVATIONS]
+    tight = excluding(job, int(held / 0.97))
+    seen = {(first, rows): replace(known, capacity_bytes=tight.machines.device.capacity_bytes)}
+    least = tight.crowded(other, rows, seen)
+    assert least is not None and held <= least.peak_bytes <= rehearsed.peak_bytes
+    assert least.full == ["device"] and least.mode == "estimate" and least.plan == other
+    assert excluding(job, int(held / 0.96)).crowded(other, rows, seen) is None
+    changes: list[dict[str, object]] = [
+        {"activations.recompute": "blocks"},
+        {"microbatches": 2},
+        {"loss_chunk": 8},
+        {"offload": "optimizer,parameters,activations"},
+        {"offload": Offload()},  # no last resort
+    ]
+    assert not any(tight.crowded(other.with_settings(each), rows, seen) for each in changes)
+    assert tight.crowded(other, 2, seen) is None
+    said: list[str] = []
+    found = search(job, tight.machines, BF16, plans=[(first, rows), (other, rows)], say=said.append)
+    assert len(said) == 1 and not found.best
+    assert [one.prediction.mode for one in found.refused if one.prediction] == ["fake", "estimate"]

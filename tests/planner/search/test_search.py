@@ -154,6 +154,17 @@ def test_plans_that_are_not_needed_count_as_done() -> None:
     assert further.left_out == 6
 
 
+def test_groups_of_which_the_first_plan_is_needless_have_one_plan_less_ahead() -> None:
+    now = 0.0
+    progress = SearchProgress({HOST: 2, HOST_3: 2, STAGES[0]: 1}, now=lambda: now)
+    progress.begin(HOST)
+    progress.look(HOST)
+    now = 10.0
+    for _ in range(2):
+        progress.spare(lambda plan: plan == HOST_3)
+    assert progress.look(HOST) == "2/5 plans, about 30 s left: "
+
+
 LEAN = {"activations.recompute": "blocks"}
 HOST, HOST_3 = Plan(zero=2, offload="optimizer"), Plan(zero=3, offload="optimizer,parameters")
 STAGES = [Plan(zero=zero) for zero in (1, 2, 3, 0)]

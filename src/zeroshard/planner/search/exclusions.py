@@ -1,15 +1,20 @@
-"""Exclusions: plans whose states alone exceed a device, or whose peak must, by the peak of a plan that needs less.
+"""Exclusions: plans whose states alone exceed a device, or whose peak must, by a rehearsal of another plan.
 
 [Note: the whole share first] Where a share of the states is offloaded, blocks are not alike, and all of them are
 rehearsed. With all states offloaded few blocks tell the peak. With a share it is higher by at least `STAYING` of the
 states that stay, as gradients may not be there at the peak. So a deep model is rehearsed with all of them offloaded
 first, and shares that cannot fit are left out.
+
+[Note: the same activations] Last resorts that offload no activations keep the same ones on the device. Where those of
+one of them exceed it alone, so do those of the others, which are left out.
 """
 
-from collections.abc import Sequence
+from collections import ChainMap
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zeroshard.doctor.hardware import Machines
+from zeroshard.memory.ledger import Category
 from zeroshard.plan import Plan
 from zeroshard.planner.choices import choices_of, takes
 from zeroshard.planner.predict.estimate import MODEL_STATES
@@ -69,6 +74,22 @@ class Exclusions:
         bound = replace(known, plan=plan, mode="estimate", time_mode="estimate", memory=memory, events=())
         return replace(bound, host={}, host_bytes=0)
 
+    def crowded(self, plan: Plan, rows: int, seen: Mapping[tuple[Plan, int], Prediction]) -> Prediction | None:
+        """The least that a last resort needs, if its activations alone exceed a device ([Note: the same activations]).
+
+        Args:
+            seen: the predictions of plans for so many rows per data rank.
+        """
+        if not any(choice.resort for choice in choices_of(plan)) or (like := _forward_of(plan)) is None:
+            return None
+        for (other, known_rows), known in seen.items():
+            held = known.memory.get(Category.ACTIVATIONS, 0)
+            if held > self.room and known_rows == rows and _forward_of(other) == like:
+                memory = {MODEL_STATES: self.least_bytes(plan), str(Category.ACTIVATIONS): held}
+                bound = replace(known, plan=plan, mode="estimate", time_mode="estimate", memory=memory, events=())
+                return replace(bound, host={}, host_bytes=0, disk_bytes=0)
+        return None
+
     def _way_out(self, plan: Plan, needed: int) -> str:
         """The smallest single change with which the states would fit."""
         every = (remedy for choice in reversed(choices_of(plan)) for remedy in choice.remedies(self.machines.count))
@@ -77,3 +98,10 @@ class Exclusions:
             if remedy.certain or self.least_bytes(changed, remedy.ranks) <= self.room:
                 return remedy.sentence
         return f"Devices with {format_bytes(needed)} or more would hold them."
+
+
+def _forward_of(plan: Plan) -> Plan | None:
+    """The plan without settings that leave the activations on its device as they are; None if these are its own."""
+    every = [choice.beside_forward for choice in choices_of(plan)]
+    known = [settings for settings in every if settings is not None]
+    return plan.with_settings(dict(ChainMap(*known))) if len(known) == len(every) else None

@@ -42,6 +42,7 @@ class SearchProgress:
     spent: dict[Kind, tuple[float, float, int]] = field(default_factory=dict)
     before: int = 0
     _left: dict[Plan | None, int] = field(init=False)
+    _spared: set[Plan] = field(default_factory=set)
     _current: int = 0
     _looks: int = 0
     _further: int = 0  # looks beyond those expected
@@ -57,6 +58,12 @@ class SearchProgress:
     def drop(self, plan: Plan) -> None:
         """Skip the group of this plan."""
         self._left.pop(plan, None)
+
+    def spare(self, needless: Callable[[Plan], bool]) -> None:
+        """Expect one plan less in each group ahead whose first plan is needless."""
+        for plan in [each for each in self._left if each is not None and each not in self._spared and needless(each)]:
+            self._left[plan] = max(0, self._left[plan] - 1)
+            self._spared.add(plan)
 
     def then(self, expected: Mapping[Plan | None, int], blocks: int) -> "SearchProgress":
         """The progress of a further search, with the times known by now."""

@@ -433,14 +433,13 @@ class _Search:
                 self._refuse(plan, rows, *excluded)
                 return None
             if (known := self._without_room(plan, rows)) is not None:
-                self._seen[key] = known
-                return known
+                return self._seen.setdefault(key, known)
             each = max(1, rows // plan.microbatches)
             for choice in choices_of(plan):
                 plan = plan.with_settings(choice.filled(lambda chunks: self._layers_of(each).split(chunks)))
-            named = short(plan, self.machines.count)
-            self.say(f"{self.progress.look(plan)}{named}, {rows} rows per data rank")
+            self.say(f"{self.progress.look(plan)}{short(plan, self.machines.count)}, {rows} rows per data rank")
             self._seen[key] = predict(self.task, plan, self.machines, rows)
+            self.progress.spare(lambda ahead: self._excluding.crowded(ahead, rows, self._seen) is not None)
         except ZeroshardError as error:
             self._refuse(plan, rows, str(error), "")
             return None
@@ -451,10 +450,11 @@ class _Search:
         return Exclusions(sizes_of(self.task, self.base.ignored), self.machines, self.base)
 
     def _without_room(self, plan: Plan, rows: int) -> Prediction | None:
-        """The least that a plan for a deep model needs, if it exceeds a device ([Note: the whole share first])."""
+        """The least that a plan needs, if that exceeds a device by `Exclusions`' notes."""
+        crowded = self._excluding.crowded(plan, rows, self._seen)
         leaner = {name: value for choice in choices_of(plan) for name, value in choice.leaner_first.items()}
-        known = self._rehearse(plan.with_settings(leaner), rows) if leaner and not self._deep else None
-        bound = None if known is None else self._excluding.at_least(plan, known)
+        known = self._rehearse(plan.with_settings(leaner), rows) if leaner and not (crowded or self._deep) else None
+        bound = crowded if known is None else self._excluding.at_least(plan, known)
         return bound if bound is not None and "device" in bound.full else None
 
     def _refuse(self, plan: Plan, rows: int, why: str, way_out: str, prediction: Prediction | None = None) -> None:
