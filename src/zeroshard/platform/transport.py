@@ -8,6 +8,7 @@ each rank sends to the k-th after it the slice for it, straight from and into th
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -86,13 +87,13 @@ class Network:
         self, full: torch.Tensor, group: Group, scratch: Scratch, bounds: Bounds = None
     ) -> tuple[dist.Work, Arrival]:
         """Start to send every rank its slice of `full` [N*S], and to receive all copies of this rank's own."""
-        parts = [part_of_rank(full, rank, self._ranks, bounds) for rank in range(self._ranks)]
-        size = parts[self._rank].numel()
+        size = part_of_rank(full, self._rank, self._ranks, bounds).numel()
         if not self._rotates:
             into = scratch(self._ranks * size)
-            sizes = None if bounds is None else [part.numel() for part in parts]
+            sizes = None if bounds is None else [high - low for low, high in pairwise(bounds)]
             work = self.all_to_all(into, full, sizes and [size] * self._ranks, sizes, group)
             return work, Arrival(lambda: list(into.view(self._ranks, size)), into)
+        parts = [part_of_rank(full, rank, self._ranks, bounds) for rank in range(self._ranks)]
         others = scratch((self._ranks - 1) * size)
         copies = {self._rank: parts[self._rank]}
         works = []
