@@ -47,7 +47,7 @@ from zeroshard.planner.search.adapted import trained_as  # noqa: E402
 from zeroshard.planner.search.search import search  # noqa: E402
 from zeroshard.planner.search.text import changes, named  # noqa: E402
 
-TRILLION = {"trillion": llama(25600, 69120, 128, 200, 25, 128256)}
+TRILLION = {"trillion": llama(25600, 69120, 128, 200, 200, 128256)}
 FURTHER = [
     (Question("trillion", "A100-80", 3072, None, True), ("--global-batch", "3072", "--sequence", "2048")),
     (Question("tiny", "A100-80", 1000, None, True), ()),
