@@ -9,9 +9,9 @@ first, and shares that cannot fit are left out.
 one of them exceed it alone, so do those of the others, which are left out.
 """
 
-from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from zeroshard.doctor.hardware import Machines
 from zeroshard.memory.ledger import Category
@@ -103,5 +103,5 @@ class Exclusions:
 def _forward_of(plan: Plan) -> Plan | None:
     """The plan without settings that leave the activations on its device as they are; None if these are its own."""
     every = [choice.beside_forward for choice in choices_of(plan)]
-    known = [settings for settings in every if settings is not None]
-    return plan.with_settings(dict(ChainMap(*known))) if len(known) == len(every) else None
+    known = [settings.items() for settings in every if settings is not None]
+    return plan.with_settings(dict(chain.from_iterable(known))) if len(known) == len(every) else None
