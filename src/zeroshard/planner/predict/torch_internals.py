@@ -158,7 +158,7 @@ class _Unknown(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """A tensor on memory of its own, or on that of the operation's first argument, `offset` elements after it."""
+    """A tensor on memory of its own, or from `offset` on, after its start, in the memory of the first argument."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
