@@ -95,6 +95,7 @@ def test_a_run_goes_on_at_the_same_sample_on_other_ranks(folder: Path, tmp_path:
     found = losses(before)
     for ranks, steps in ((2, 8), (4, STEPS)):
         options = {"batch_per_rank": 4 // ranks, "steps": steps, "resume": before}
+        options |= {"validate_every": 2, "validation_rows": 1}  # fewer than ranks: each has one all the same
         plan = Plan(zero=3, clip_norm=1.0, units=())
         going_on = config_of(folder / "pairs.jsonl", tmp_path / str(ranks), plan=plan, **options)
         before = Path(pool.run(run_on, ranks, going_on)[0])

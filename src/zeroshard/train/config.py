@@ -110,7 +110,8 @@ class TrainConfig:
     validate_every: int = 200
     """Steps between validations; 0 validates only at the end."""
     validation_rows: int = 128
-    """Rows of held-out text in each validation, over all ranks; the last one uses four times as many."""
+    """Rows of held-out text in each validation, over all ranks, at least one for each; the last one uses four times as
+    many."""
     sample_tokens: int = 200
     """Tokens to generate at the end; 0 for none."""
     prompt: str = "def "

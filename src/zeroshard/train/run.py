@@ -370,7 +370,8 @@ class Run:
         total, count = 0.0, 0
         self.built.module.eval()
         with torch.no_grad():
-            batches = self.data.validation(2 * config.batch_per_rank, engine.data_rank, engine.data_ranks, rows)
+            ranks = engine.data_ranks
+            batches = self.data.validation(2 * config.batch_per_rank, engine.data_rank, ranks, max(rows, ranks))
             for held_out in batches:
                 self._phase("validation")
                 moved = held_out.to(mesh.device)
