@@ -34,6 +34,11 @@ def splits(folder: Path) -> Path:
 
 BAD: dict[str, tuple[Callable[[Path], Path], str]] = {  # by name: the path, and its error
     "missing": (lambda folder: folder / "no", r"data names .*no, which does not exist; give an existing file"),
+    "an address": (lambda _: Path("https://a.b/c.jsonl"), r"data names https:/a.b/c.jsonl, an address, .*download it"),
+    "a model": (
+        lambda folder: write(folder, config__json="{}", tokenizer__json="{}"),
+        r"is the folder of a model, which has no text to train on; give it as the model",
+    ),
     "empty records": (lambda folder: write(folder, a__jsonl="") / "a.jsonl", r"a\.jsonl is empty; leave it out"),
     "an empty file among others": (lambda folder: write(folder, a__jsonl=LINE, b__jsonl=""), r"b\.jsonl is empty"),
     "an empty parquet": (lambda folder: write(folder, a__parquet=b""), r"a\.parquet is empty"),

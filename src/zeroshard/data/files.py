@@ -25,6 +25,7 @@ TABLES = (".csv", ".tsv")
 ARCHIVES = (".zip", ".tar", ".tgz", ".7z", ".rar")
 PARQUET_MAGIC, ARROW_MAGICS = b"PAR1", (b"ARROW1", b"\xff\xff\xff\xff")
 INFO, STATE, SPLITS = "dataset_info.json", "state.json", "dataset_dict.json"  # files that save_to_disk writes
+OF_MODELS = ("*.safetensors", "*.bin", "tokenizer.json", "tokenizer.model")  # files beside a model's config.json
 NO_DATA = {".md", ".json", ".yaml", ".yml", ".py", ".lock", ".rst"}  # of files that lie beside records
 NAMES = {"text": "text", "records": "JSON records", "parquet": "parquet", "dataset": "a Hugging Face data set"}
 
@@ -65,7 +66,11 @@ def find(path: Path) -> DataFiles:
             raise DataError(f"{path} is empty; leave it out, or write it again")
         return DataFiles(path, kind, (path,))
     if not path.is_dir():
+        if re.match(r"\w+:/", str(path)):
+            raise DataError(f"data names {path}, an address, and files are read alone; download it first")
         raise DataError(f"data names {path}, which does not exist; give an existing file or folder of text")
+    if (path / "config.json").is_file() and any(next(path.glob(pattern), None) for pattern in OF_MODELS):
+        raise DataError(f"{path} is the folder of a model, which has no text to train on; give it as the model")
     if (path / SPLITS).is_file():
         if (path / "train").is_dir():
             return find(path / "train")
