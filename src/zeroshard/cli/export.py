@@ -24,12 +24,12 @@ from zeroshard.checkpoint.weights import SINGLE
 from zeroshard.cli.early_options import ExportOptions
 from zeroshard.errors import CheckpointError, ConfigError
 from zeroshard.interop.huggingface.quantized import METHOD, package
+from zeroshard.precision.cast import floating_dtype
 from zeroshard.quantized.stored import FACT, StoredWeight, stored_weights
 from zeroshard.text import format_bytes, shard_bytes
 
 Source = str | StoredWeight
 STATISTICS = ("_absmax", "_SCB")  # ends of the names of quantised weights' scales
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def run_export(argv: Sequence[str]) -> None:
@@ -45,7 +45,7 @@ def run_export(argv: Sequence[str]) -> None:
     most = shard_bytes(options.max_shard_size, "max_shard_size")
     reader = Reader(find_checkpoint(options.path))
     out = options.out or Path(f"{reader.path.resolve().name}-safetensors")
-    dtype = DTYPES[options.dtype] if options.dtype else None
+    dtype = floating_dtype(options.dtype)
     refuse_existing(out)
     if (options.merge, options.adapter, options.base_folder) == (False, None, None):
         plan, read = _as_saved(reader, dtype, most)

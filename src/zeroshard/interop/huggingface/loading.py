@@ -168,7 +168,8 @@ def build(folder: Path, kind: type | None, dtype: torch.dtype | str | None = Non
             f"{folder / CONFIG} is of the family {config.model_type!r}, and {kind.__name__} needs a configuration of "
             f"{expected.model_type!r}. Give the class of that family, or leave model out."
         )
-    chosen = (config.dtype or _dtype_of_files(folder)) if dtype == "auto" else chosen
+    if dtype == "auto":
+        chosen = config.dtype or _dtype_of_files(folder)
     try:
         with torch.device("meta"):
             built: nn.Module = make(config, dtype=chosen or torch.float32)
