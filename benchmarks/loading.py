@@ -16,10 +16,10 @@ start; the files are in the page cache. Ways to load, in turns:
 Figures are medians over rounds: the wall time of the slowest process, and of all of them the CPU seconds and the pages
 that they took (minor faults). The peak of the processes' proportional set sizes (PSS, from /proc/self/smaps_rollup),
 summed at each time over the processes and without their sum before the load, comes from launches of their own, since
-sampling takes time. Bars: memory at most the states that the engine keeps (parameters, gradients and, of 16-bit
-parameters, fp32 masters, a slice of each on every rank), the largest tensor and 64 MiB; time at most 1.1 of `read`,
-0.5 of `theirs` and that of `sharded`. The exit status is 1 if memory is above its bar; times depend on other work on
-the machine.
+sampling takes time; pages of shared memory count once, those too that no process has mapped yet, as the kernel fills
+them without. Bars: memory at most the states that the engine keeps (parameters, gradients and, of 16-bit parameters,
+fp32 masters, a slice of each on every rank), the largest tensor and 64 MiB; time at most 1.1 of `read`, 0.5 of `theirs`
+and that of `sharded`. The exit status is 1 if memory is above its bar; times depend on other work on the machine.
 """
 
 import argparse
@@ -32,7 +32,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -218,9 +218,23 @@ def sampling(samples: Samples | None) -> Iterator[None]:
 
 
 def set_size() -> int:
-    """The proportional set size of this process in bytes."""
+    """The proportional set size of this process in bytes, with its share of the files of shared memory.
+
+    Their pages count once in the sum over ranks, those too that no process has mapped yet.
+    """
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return 1024 * int(next(line.split()[1] for line in lines if line.startswith("Pss:")))
+    sizes = {words[0]: 1024 * int(words[1]) for line in lines if len(words := line.split()) == 3}
+    files = {(each.st_dev, each.st_ino): 512 * each.st_blocks for each in map(os.stat, shared_files())}
+    shared = sum(files.values()) // int(os.environ["WORLD_SIZE"])
+    return sizes["Pss:"] - (sizes["Pss_Shmem:"] if files else 0) + shared
+
+
+def shared_files() -> Iterator[str]:
+    """The open files without a name in /dev/shm, which all ranks have open."""
+    for place in map(str, Path("/proc/self/fd").iterdir()):
+        with suppress(OSError):  # closed meanwhile
+            if os.readlink(place).startswith("/dev/shm/") and not os.stat(place).st_nlink:
+                yield place
 
 
 if __name__ == "__main__":

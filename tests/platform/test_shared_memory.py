@@ -105,6 +105,45 @@ def test_too_little_room_is_refused_with_the_way_out_or_avoided(pool: Pool) -> N
         assert all(found in words for found in ("4,096 free", "/dev/shm", "--shm-size", "transport='network'"))
 
 
+def copied(mesh: zs.Mesh, folder: Path) -> Any:
+    """Each rank's part of a buffer comes from a file, by the kernel; then rank 1 copies over all parts."""
+    comm = Comm(mesh)
+    assert comm.share(0) is None and comm.shared is not None
+    memory, each = comm.shared.memory, shared.LEAST_PART + 12_345
+    size = each * mesh.ranks
+    words = bytes(torch.arange(size, dtype=torch.int64).mul(7).remainder(251).to(torch.uint8).tolist())
+    file = folder / f"rank-{mesh.rank}"
+    file.write_bytes(b"head" + words)
+    common, start = memory.common(size, torch.uint8), mesh.rank * each
+    part = common[start : start + each]
+    comm.agree(b"", "made")
+    before = [os.fstat(descriptor).st_blocks for descriptor in memory._descriptors]
+    with file.open("rb") as opened:
+        counts = [shared.copy_to_shared(opened.fileno(), 4 + start, part)]
+        comm.agree(b"", "copied")
+        whole = bytes(common.tolist()) == words
+        comm.agree(b"", "compared")
+        if mesh.rank == 1:
+            common.zero_()
+            counts += [shared.copy_to_shared(opened.fileno(), 4, common)]
+        comm.agree(b"", "copied again")
+        whole &= bytes(common.tolist()) == words
+        counts += [shared.copy_to_shared(opened.fileno(), 4 + size - 100_000, part[: 2**17])]  # the file ends earlier
+        counts += [shared.copy_to_shared(opened.fileno(), 4, torch.empty(2**17, dtype=torch.uint8))]
+        counts += [shared.copy_to_shared(os.pidfd_open(os.getpid()), 0, part)]
+    blocks = [os.fstat(descriptor).st_blocks for descriptor in memory._descriptors]
+    return whole, counts, [512 * count for count in blocks], blocks == before, each
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_files_are_copied_into_pages_of_each_rank(pool: Pool, tmp_path: Path, ranks: int) -> None:
+    for rank, (whole, counts, nbytes, reserved, each) in enumerate(pool.run(copied, ranks, tmp_path)):
+        assert whole and reserved
+        assert counts == [each, *([each * ranks] if rank == 1 else []), 100_000, 0, 0]
+        assert min(nbytes[1:]) >= each - 2 * shared.PAGE, "each rank's pages are in its own file"
+        assert nbytes[0] < 2 * each + shared._region(0, ranks)
+
+
 def exhausted(mesh: zs.Mesh) -> str:
     comm = Comm(mesh)
     assert comm.share(0) is None

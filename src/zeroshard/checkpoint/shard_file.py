@@ -1,7 +1,8 @@
 """Reading one safetensors file: its header, checked against the file, and boxes of its tensors by `pread`.
 
 The file is not mapped into memory: pages of a mapping would count as memory of the process for as long as it is open.
-Values that the target holds in the same dtype are read straight into it; others go through a small staging buffer.
+Values that the target holds in the same dtype are read straight into it, into memory that ranks share by the kernel
+alone; others go through a small staging buffer.
 """
 
 import json
@@ -17,6 +18,7 @@ import torch
 from zeroshard.checkpoint.boxes import Box
 from zeroshard.checkpoint.stream import CODES
 from zeroshard.errors import CheckpointError
+from zeroshard.platform.shared_memory import copy_to_shared
 
 MOST_HEADER = 100_000_000  # bytes; safetensors reads no larger header
 STAGING = 2**20  # bytes, which stay in a core's cache until they are converted
@@ -151,7 +153,10 @@ class ShardFile:
 
     def _read(self, at: int, into: torch.Tensor) -> None:
         """Fill a contiguous tensor on the CPU with bytes from `at` on."""
-        view = into.view(torch.uint8).numpy().data
+        flat = into.view(torch.uint8)
+        done = copy_to_shared(self._file, at, flat)
+        view, at = flat.numpy().data[done:], at + done
+        self.bytes_read += done
         while view:
             try:
                 count = os.preadv(self._file, [view], at)
