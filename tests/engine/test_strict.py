@@ -42,7 +42,8 @@ def read(mesh: zs.Mesh, plan: dict[str, Any], folder: str) -> dict[str, Any]:
     for step in range(3):
         result = engine.train_step(batch(step, mesh.rank, mesh.ranks))
         losses.append(result.grad_norm)
-    return {**found, "norms": losses, "weights": engine.state_dict()}
+    wire = {row.purpose: (row.planned_elements, row.measured_elements) for row in engine.traffic()}
+    return {**found, "norms": losses, "wire": wire, "weights": engine.state_dict()}
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -58,6 +59,8 @@ def test_it_refuses_what_the_network_refuses(pool: Pool, ranks: int, tmp_path: P
             assert mine[key] == theirs[key] == other[key] == "nothing"
         assert mine["inside"] == theirs["inside"] == "nothing"
         assert mine["norms"] == theirs["norms"]
+        planned, measured = theirs["wire"]["gather parameters"]
+        assert measured >= planned > 0 if ranks > 1 else measured == planned == 0  # blocks run twice in a forward
         assert all(torch.equal(values, theirs["weights"][name]) for name, values in mine["weights"].items())
 
 

@@ -421,10 +421,11 @@ class Comm:
 
     def _count(self, count: Count, elements: int, nbytes: int, sent: bool) -> None:
         ranks = self.mesh.ranks
-        count.elements += elements
-        count.nbytes += nbytes
-        count.sent_nbytes += nbytes * (ranks - 1) // ranks if sent else 0
         count.calls += 1
+        if ranks > 1:  # a rank alone, as under strict=True, copies within its own memory
+            count.elements += elements
+            count.nbytes += nbytes
+            count.sent_nbytes += nbytes * (ranks - 1) // ranks if sent else 0
 
     def _naming(self, place: Position, starts: bool = True) -> Naming:
         return Naming(self, place, starts)
