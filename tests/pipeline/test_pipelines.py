@@ -133,6 +133,38 @@ def test_reducing_every_microbatch(pool: Pool, zero: int) -> None:
     close(pool.run(train, 4, "TiedFive", plan, rows), plain("TiedFive", "sgd", rows))
 
 
+def in_float64(mesh: zs.Mesh, by_sum: bool) -> list[Tensor | None]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4))).double()
+
+    def loss(output: Tensor, batch: Tensor) -> Any:
+        return (output.square().sum(), output.numel()) if by_sum else output.square().mean()
+
+    plan = zs.Plan(pipeline_parallel=2, microbatches=4)
+    example = torch.ones(2, 8, dtype=torch.float64)
+    engine = zs.Engine(model, functools.partial(torch.optim.SGD, lr=0.1), plan, mesh=mesh, example=example, loss=loss)
+    return [engine.train_step(data_in_float64(step)).loss for step in range(3)]
+
+
+def data_in_float64(step: int) -> Tensor:
+    return torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+
+
+@pytest.mark.parametrize("by_sum", [False, True])
+def test_losses_in_float64_stay_so(pool: Pool, by_sum: bool) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4))).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    runs = pool.run(in_float64, 2, by_sum)
+    for step in range(3):
+        expected = model(data_in_float64(step)).square().mean()
+        optimizer.zero_grad()
+        expected.backward()
+        optimizer.step()
+        for run in runs:
+            torch.testing.assert_close(run[step], expected.detach(), rtol=1e-14, atol=0)
+
+
 def test_strict_gathers_without_replicas(pool: Pool) -> None:
     """The lists of actions gather each chunk, which has one rank, since `strict` keeps it in a slice."""
     plan, rows = {"pipeline_parallel": 2, "microbatches": 2, "zero": 3, "strict": True}, (4,) * 2

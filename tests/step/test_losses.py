@@ -94,6 +94,17 @@ def test_sums_and_means_do_not_mix() -> None:
     assert losses.close([LossReport(BY_MEAN), LossReport()], 2) == 1.0 and losses.mean is None
 
 
+def test_a_mean_over_ranks_is_in_float64_where_losses_are() -> None:
+    wide, narrow = StepLosses(), StepLosses()
+    wide.add(Loss.by_sum(torch.tensor(1.0, dtype=torch.float64), 3))
+    narrow.add(Loss.by_sum(torch.tensor(1.0, dtype=torch.bfloat16), torch.tensor(3)))
+    for losses in (wide, narrow):
+        losses.read([1.0] * len(losses.unread()))
+        losses.close([losses.report, LossReport()], 2)
+    assert wide.mean is not None and wide.mean.dtype == torch.float64 and float(wide.mean) == 1 / 3
+    assert narrow.mean is not None and narrow.mean.dtype == torch.float32
+
+
 @pytest.mark.parametrize("count", [0, torch.tensor(0), 4, torch.tensor(4)])
 def test_a_sum_over_no_tokens_is_zero(count: Any) -> None:
     weights = torch.ones(3, 5, requires_grad=True)

@@ -31,7 +31,7 @@ from zeroshard.errors import BatchError
 from zeroshard.step.context import context
 from zeroshard.units.hooks import tensors_of
 
-BY_MEAN, BY_SUM = 1, 2
+BY_MEAN, BY_SUM, DOUBLE = 1, 2, 4  # the last: in float64
 FIRST_COUNT = 1024.0  # of each data rank, before the first step with counts
 WAY_OUT = "engine.backward(loss_sum, count=n), or a loss function that returns (loss_sum, n)"
 
@@ -93,22 +93,11 @@ class Loss(NamedTuple):
         return self if self.items is not None else Loss(self.value * weight, share=self.share * weight)
 
 
-class Unjoined:
-    """The calls of an engine outside of `engine.join()`, where ranks have equally many batches."""
-
-    def announce(self, method: str, *args: Any, **kwargs: Any) -> None:
-        """Nothing: every rank makes this call."""
-
-    def weighed(self, loss: Loss) -> Loss:
-        """The loss itself."""
-        return loss
-
-
 class LossReport(NamedTuple):
     """One rank's losses in a step, as reported to the other ranks.
 
     Attributes:
-        kinds: how they were given, `BY_MEAN` and `BY_SUM`; 0 for none.
+        kinds: how they were given, `BY_MEAN`, `BY_SUM` and `DOUBLE`; 0 for none.
         total: the sum of those by sum.
         items: the sum of their counts; or one that is no count.
     """
@@ -129,7 +118,7 @@ class StepLosses:
 
     Attributes:
         values: of those backwards, unscaled, as far as they are on this rank.
-        kinds: how they were given, `BY_MEAN` and `BY_SUM`; 0 for none.
+        kinds: how they were given, `BY_MEAN`, `BY_SUM` and `DOUBLE`; 0 for none.
         report: of this rank, as far as its tensors were read.
         count: of each data rank in the last step, on average; None before the first whose losses were sums.
         mean: of the last step, the whole sum over the whole count; None where losses are means.
@@ -187,11 +176,11 @@ class StepLosses:
         """Record a loss whose backward is part of the step."""
         self.values.append(loss.value.detach().reshape(()))
         self.kinds |= BY_MEAN if loss.items is None else BY_SUM
-        if isinstance(loss.items, Tensor):
-            count = loss.items.detach()
-            self._counts.append(count.float() if count.device.type != "cpu" else float(count))
-        elif loss.items is not None:
-            self._counts.append(loss.items)
+        self.kinds |= DOUBLE if loss.value.dtype == torch.float64 else 0
+        count = loss.items
+        if isinstance(count, Tensor):
+            count = count.float() if count.device.type != "cpu" else float(count)
+        self._counts += [] if count is None else [count]
 
     def unread(self) -> list[Tensor]:
         """Scalars to be read with the gradients' norms, in one wait for the device."""
@@ -222,7 +211,8 @@ class StepLosses:
         count = sum(report.items for report in reports)
         each = count / (data_ranks or len(reports))
         self._next, nothing = each or None, math.nan if self._skips else 0.0
-        self.mean = torch.tensor(sum(report.total for report in reports) / count if count else nothing)
+        total = sum(report.total for report in reports)
+        self.mean = torch.tensor(total / count if count else nothing, dtype=dtype_of(reports))
         self.gain = self.divisor / each if each else nothing
         return self.gain
 
@@ -237,6 +227,11 @@ class StepLosses:
         self.batches.clear()
         self.kinds, self.report = 0, LossReport()
         self.count, self._next = self._next or self.count, None
+
+
+def dtype_of(reports: Sequence[LossReport]) -> torch.dtype:
+    """The dtype of a loss over several ranks: fp32, or float64 if one of theirs is."""
+    return torch.float64 if any(report.kinds & DOUBLE for report in reports) else torch.float32
 
 
 def _of_none(total: Tensor, count: float | Tensor) -> Tensor:

@@ -69,8 +69,8 @@ class StepResult:
         grad_norm: 2-norm of the whole mean gradient before clipping, as it is (it may be infinite or NaN).
         loss_scale: the loss scale of this step, 1.0 without loss scaling.
         skipped: whether the weights were left as they are.
-        loss: where losses are given by sum, the sum of all over their count, in fp32; else of `train_step` this rank's
-            mean loss (over stages that of all, in fp32), and None after `step`.
+        loss: where losses are given by sum, the sum of all over their count; else of `train_step` this rank's mean loss
+            (over stages that of all), and None after `step`. Over ranks in fp32, or in float64 where losses are.
     """
 
     step: int

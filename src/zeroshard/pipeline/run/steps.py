@@ -25,7 +25,7 @@ from zeroshard.schedule import Kind
 from zeroshard.step.backward import Backward
 from zeroshard.step.batch import uneven_microbatches
 from zeroshard.step.decision import Agreed
-from zeroshard.step.losses import REPORT, LossReport, SameBatches, StepLosses
+from zeroshard.step.losses import REPORT, LossReport, SameBatches, StepLosses, dtype_of
 from zeroshard.step.sequence import Run, StepOrder, StepSequence
 
 LOANS = {Kind.LEND: Purpose.LEND_WEIGHTS, Kind.REPAY: Purpose.REPAY_GRADIENTS}
@@ -59,7 +59,7 @@ class ThisStage:
         """The sum of `losses`, which are cleared."""
         total = torch.zeros((), device=self._stage.mesh.device)
         for loss in self.losses.values():
-            total += loss
+            total = total + loss  # which may be wider
         self.losses.clear()
         return total
 
@@ -85,10 +85,10 @@ class AllStages(ThisStage):
         frames = self.comm.agree(word, f"agreement of all stages, {step}")
         answers = [WORD.unpack_from(frame) for frame in frames]
         squares = sum(answers[layout.members(s)[0]][0] for s in range(layout.stages))
-        self.mean = torch.tensor(sum(loss for _, loss, *_ in answers) / stage.data_ranks)
+        every = [LossReport(*REPORT.unpack_from(frame, WORD.size)) for frame in frames]
+        self.mean = torch.tensor(sum(loss for _, loss, *_ in answers) / stage.data_ranks, dtype=dtype_of(every))
         try:
             self.batches.check([batches for *_, batches in answers], step)
-            every = [LossReport(*REPORT.unpack_from(frame, WORD.size)) for frame in frames]
             whole = self._reported.close(every, stage.data_ranks)
         finally:
             self.batches.clear()
