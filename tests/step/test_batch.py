@@ -154,3 +154,21 @@ def test_the_loss_of_a_model_in_fp64_has_its_digits() -> None:
         model, partial(torch.optim.SGD, lr=0.1), zs.Plan(), loss=lambda output, _: output.square().mean()
     )
     assert engine.train_step((x,)).loss.item() == loss
+
+
+@pytest.mark.parametrize(
+    "batch, found",
+    [
+        ((torch.ones(2, 4), torch.zeros(2)), "a tuple of 2, and the forward of Sequential takes input"),
+        ({"pixels": torch.ones(2, 4)}, "a mapping with the keys pixels, and the forward of Sequential takes input"),
+        ((), "a tuple of 0, and the forward of Sequential takes input"),
+    ],
+)
+def test_a_batch_of_other_arguments_names_them_and_the_way_out(batch: Any, found: str) -> None:
+    with pytest.raises(BatchError, match=f"The batch is {found} .*WithLoss"):
+        call_with(torch.nn.Sequential(torch.nn.Linear(4, 4)), batch)
+
+
+def test_a_type_error_of_a_model_is_its_own() -> None:
+    with pytest.raises(TypeError, match="must be Tensor"):
+        call_with(torch.nn.Sequential(torch.nn.Linear(4, 4)), ["text"])

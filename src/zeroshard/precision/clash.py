@@ -1,7 +1,8 @@
-"""Explanations of dtype errors: the module and the tensors, where torch names only the dtypes."""
+"""Explanations of errors in a model's forward: of dtypes, by module and tensors, and of arguments, by the batch."""
 
+import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from traceback import walk_tb
 from types import FrameType
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroshard.errors import ModelError, ZeroshardError
+from zeroshard.errors import BatchError, ModelError, ZeroshardError
 from zeroshard.precision.cast import Precision
 from zeroshard.units.hooks import IN_TRANSFORM
 
@@ -58,6 +59,30 @@ def raise_explained(error: Exception) -> None:
         if note.startswith((CLASH, IN_TRANSFORM)):
             notes.remove(note)
             raise ModelError(note) from error
+
+
+def raise_misfit(error: TypeError, model: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> None:
+    """Raise that a batch does not fit the arguments of a model's forward, if it does not.
+
+    Raises:
+        BatchError: from `error`.
+    """
+    if not isinstance(model, nn.Module):
+        return
+    signature = inspect.signature(type(model).forward)
+    try:
+        signature.bind(model, *args, **keywords)
+    except TypeError as misfit:
+        named = ", ".join(list(signature.parameters)[1:]) or "nothing"
+        given = f"a mapping with the keys {', '.join(keywords)}" if keywords else f"a tuple of {len(args)}"
+        if not keywords and len(args) == 1:
+            given = "one value"
+        raise BatchError(
+            f"The batch is {given}, and the forward of {type(model).__name__} takes {named} ({misfit}). A mapping is "
+            f"passed as keywords, a tuple or list as arguments. Give the batch what the forward takes, or a model "
+            f"that takes all of it and returns the loss: class WithLoss(nn.Module) around yours, with "
+            f"forward(self, x, y)."
+        ) from error
 
 
 def _way_out(path: str, precision: Precision) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from zeroshard.errors import BatchError
-from zeroshard.precision.clash import raise_explained
+from zeroshard.precision.clash import raise_explained, raise_misfit
 from zeroshard.step.losses import Loss
 from zeroshard.units.hooks import map_tensors, tensors_of
 
@@ -158,11 +158,15 @@ def call_with(model: Any, batch: Any) -> Any:
 
     Raises:
         ModelError: a module computed with tensors of different dtypes, or by a transform that hooks do not reach.
+        BatchError: the forward takes other arguments.
     """
+    keywords = batch if isinstance(batch, Mapping) else {}
+    args = batch if isinstance(batch, (tuple, list)) else () if isinstance(batch, Mapping) else (batch,)
     try:
-        if isinstance(batch, Mapping):
-            return model(**batch)
-        return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+        return model(*args, **keywords)
+    except TypeError as error:
+        raise_misfit(error, model, args, keywords)
+        raise
     except (RuntimeError, ValueError) as error:
         raise_explained(error)
         raise
