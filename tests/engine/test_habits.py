@@ -17,7 +17,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 import zeroshard as zs
 
-STEPS = 3
+STEPS = 2
 PLANS: dict[str, dict[str, Any]] = {
     "zero0": {"zero": 0},
     "zero1": {"zero": 1},

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
 
-STEPS = 6
+STEPS = 4
 WIDTH = 10  # few rank counts divide what is made of it
 # A wide epsilon: where a gradient is nothing but rounding, Adam would blow it up to a whole step.
 LEARNING_RATE = 1e-2

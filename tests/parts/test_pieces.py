@@ -27,7 +27,7 @@ from zeroshard.verification.job import VerificationJob
 from zeroshard.verification.observe import RankRecord, observe
 from zeroshard.verification.run import compared
 
-STEPS = 4
+STEPS = 3
 Plan = Mapping[str, Any]
 
 
