@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from zeroshard.data import sources
+from zeroshard.data import packing, sources
 from zeroshard.data.columns import IGNORED
 from zeroshard.data.loader import Loader, open_data
 from zeroshard.data.readers import DataMixture
@@ -58,6 +58,7 @@ def test_a_killed_run_goes_on_with_the_same_samples_on_other_ranks(
 ) -> None:
     """At random moments, from 1 rank to 2, to 4 and back, each time from the state of the one before."""
     monkeypatch.setattr(sources, "BLOCK", block)
+    monkeypatch.setattr(packing, "BUFFER", 1 << 9)  # a few rows: each loader would read all documents at once
     data = opened(folder)
     assert data.readers == (1 if block > 128 else 8)
     whole, _ = batches(data, 1, 60)
