@@ -9,7 +9,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import zeroshard as zs
 
 torch.manual_seed(0)
-config = GPT2Config(vocab_size=256, n_positions=64, n_embd=128, n_layer=4, n_head=4, use_cache=False)
+config = GPT2Config(vocab_size=256, n_positions=64, n_embd=64, n_layer=4, n_head=4, use_cache=False)
 model = GPT2LMHeadModel(config)
 plan = zs.Plan(zero=3, precision="bf16", fp32_modules=("LayerNorm",), microbatches=2)
 engine = zs.Engine(model, partial(torch.optim.AdamW, lr=1e-3), plan)
