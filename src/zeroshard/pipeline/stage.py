@@ -27,7 +27,7 @@ from zeroshard.parts.technique import Technique
 from zeroshard.pipeline.cut.chain import Chain
 from zeroshard.pipeline.cut.layers import Layer
 from zeroshard.pipeline.partition.balance import balance
-from zeroshard.pipeline.partition.measure import measure
+from zeroshard.pipeline.partition.measure import REPEATS, measure
 from zeroshard.pipeline.policy import Cut, Pipeline
 from zeroshard.pipeline.run.borrowed import Borrowed
 from zeroshard.pipeline.run.deferred import Deferral
@@ -345,7 +345,8 @@ def _cut(model: nn.Module, cut: Cut, chain: Chain, world: Comm, forward: Callabl
             weights = [sum(p.numel() for p in layer.parameters.values()) for layer in chain.layers]
         elif world.mesh.platform.decides(world.mesh.rank):
             with torch.random.fork_rng(devices=[]):  # the other ranks draw nothing here
-                costs = measure(model, chain, forward, world.mesh.device, now=world.mesh.now)
+                repeats = REPEATS if world.mesh.platform.measured else 1
+                costs = measure(model, chain, forward, world.mesh.device, repeats, world.mesh.now)
             weights = [cost.forward_seconds + cost.backward_seconds for cost in costs]
         weights = world.agree_on(weights, "times of the layers")[0]
         blocks = weights[1:-1]

@@ -23,11 +23,13 @@ class Platform:
 
     Attributes:
         imitates: whether callers must check `skips`.
+        measured: whether times are measured, so that equal work takes unequal ones.
         now: seconds of a clock that the processes of a machine share.
         beside_devices: gives a context in which a model runs where it was made, for a rehearsal to count its tensors.
     """
 
     imitates: ClassVar[bool] = False
+    measured: bool = True
     now: Callable[[], float] = staticmethod(time.monotonic)
     beside_devices: Callable[[], AbstractContextManager[None]] = staticmethod(nullcontext)
 
