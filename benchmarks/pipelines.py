@@ -5,7 +5,8 @@
 One gloo process with one thread per stage on this machine; the same untied GPT, split after the same blocks, the same
 microbatches, fused AdamW on each stage, nothing recomputed. torch leaves the update to its caller, so its step ends
 with the optimizer's and zero_grad. For ours the timeline of some steps is compared with the simulator, fed with the
-median times of its own actions. Ratios are of medians over rounds. Both must reach the same loss.
+median times of its own actions. CPU time is that of all ranks in a step. Ratios are of medians over rounds; those of
+CPU time are given for each round too. Both must reach the same loss.
 """
 
 import argparse
@@ -51,7 +52,7 @@ def measure(engine_name: str, schedule: str, arguments: argparse.Namespace) -> N
         if number >= 3:
             walls.append(time.perf_counter() - start)
             cpus.append(cpu_seconds() - before)
-    figures = {"step_s": statistics.median(walls), "cpu_s": statistics.median(cpus), "loss": loss}
+    figures = {"step_s": statistics.median(walls), "cpus": cpus, "loss": loss}
     if engine_name == "ours":
         figures |= _forecast(step)
     torch.distributed.barrier()
@@ -149,11 +150,14 @@ def _torchs(model: Any, make: Any, mesh: Any, batch: Any, schedule: str, argumen
 
 
 def take(engine_name: str, schedule: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """One process per stage; the figures of the last, which has the loss."""
+    """One process per stage; the figures of the last, which has the loss, and the CPU seconds of all in a step."""
     words = ["--engine", engine_name, "--schedule", schedule]
     for name in ("steps", "microbatches", "rows", "tokens", "width", "layers"):
         words += [f"--{name}", str(getattr(arguments, name))]
-    return launch(__file__, words, arguments.stages)[-1]
+    answers = launch(__file__, words, arguments.stages)
+    figures = answers[-1]
+    figures["cpu_s"] = statistics.median(map(sum, zip(*(each.pop("cpus") for each in answers), strict=True)))
+    return figures
 
 
 def main() -> None:
@@ -184,11 +188,14 @@ def main() -> None:
         medians["ratio"] = medians["ours_step_s"] / medians["torch_step_s"]
         medians["ratios"] = [ours / theirs for ours, theirs in pairs]
         medians["cpu_ratio"] = medians["ours_cpu_s"] / medians["torch_cpu_s"]
+        pairs = [(round_["ours", schedule]["cpu_s"], round_["torch", schedule]["cpu_s"]) for round_ in rounds]
+        medians["cpu_ratios"] = [ours / theirs for ours, theirs in pairs]
         rows.append(medians)
         print(
             f"{schedule:6} ours {medians['ours_step_s'] * 1e3:7.1f} ms  torch {medians['torch_step_s'] * 1e3:7.1f} ms  "
             f"ratio {medians['ratio']:.3f} ({min(medians['ratios']):.3f} to {max(medians['ratios']):.3f})  "
-            f"CPU {medians['cpu_ratio']:.3f}  forecast {medians['ours_forecast_error'] * 100:+.1f} %"
+            f"CPU {medians['cpu_ratio']:.3f} ({min(medians['cpu_ratios']):.3f} to {max(medians['cpu_ratios']):.3f})  "
+            f"forecast {medians['ours_forecast_error'] * 100:+.1f} %"
         )
     if arguments.json:
         shape = {name: getattr(arguments, name) for name in defaults}

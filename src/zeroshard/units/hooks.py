@@ -246,6 +246,8 @@ def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> An
     Objects without changed tensors are shared with the original. Constructors of dataclasses are not called; their
     fields, and not other attributes, are looked through. Objects of any other class stay as they are.
     """
+    if type(tree) is tuple and all(isinstance(item, torch.Tensor) for item in tree):
+        return tuple(map(change, tree))  # many times faster than by torch's pytrees
     made: dict[int, Any] = {}  # by the identity of a record, its copy: records may hold one another
 
     def leaf(item: Any) -> Any:

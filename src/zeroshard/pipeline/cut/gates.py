@@ -99,7 +99,7 @@ def activation_at(tree: Any, place: int, gate: Gate) -> Tensor:
     Raises:
         ModelError: it cannot carry a gradient.
     """
-    leaves = [tree] if isinstance(tree, Tensor) else tree_leaves(tree)
+    leaves = [tree] if isinstance(tree, Tensor) else _first_argument(tree, place) or tree_leaves(tree)
     if place < len(leaves) and _carries(leaves[place]):
         hidden: Tensor = leaves[place]
         return hidden
@@ -113,9 +113,21 @@ def with_activation(tree: Any, place: int, hidden: Tensor) -> Any:
     """The same arguments, or output, with another activation."""
     if isinstance(tree, Tensor):
         return hidden
+    if _first_argument(tree, place):
+        args, kwargs = tree
+        return (hidden, *args[1:]), kwargs
     leaves, spec = tree_flatten(tree)
     leaves[place] = hidden
     return tree_unflatten(leaves, spec)
+
+
+def _first_argument(tree: Any, place: int) -> tuple[Tensor, ...]:
+    """The activation, if it is the first argument of a call (args, kwargs), as of most blocks: torch's pytrees are slow.
+
+    A tuple of one; empty for any other place.
+    """
+    plain = not place and type(tree) is tuple and len(tree) == 2 and type(tree[0]) is tuple and type(tree[1]) is dict
+    return tree[0][:1] if plain and tree[0] and isinstance(tree[0][0], Tensor) else ()
 
 
 def _carries(leaf: Any) -> bool:
