@@ -108,7 +108,7 @@ class Stages(Choice):
         """
         if self.stages == 1:
             return usual
-        usual = 1 + LOANS_UNDER_WAY if pipeline.loans else 2
+        usual = 1 + LOANS_UNDER_WAY if pipeline.loans else usual
         in_flight = 2 * self.stages * self.chunks
         return max(usual, 2 + -(-in_flight // self.microbatches)) if pipeline.streams else usual
 

@@ -1,7 +1,8 @@
 """First estimates of plans, before any of them is rehearsed; a search shows them first, and starts from them.
 
-Two rehearsals of a single rank, with one row and with two, give the memory and time of a microbatch of any size; two
-more for each number of ranks that split layers, alone too. Model states come from the formulas, traffic from the ZeRO
+Two rehearsals of a single rank, with one row and with two, give the memory and time of a microbatch of any size; one
+more, alone too, is of the most ranks that split layers. For t ranks between, the numbers are linear in 1 / t, as are the
+slices of t ranks, and the (t - 1) / t of a tensor that each of them sends. Model states come from the formulas, traffic from the ZeRO
 paper's volumes, waits for other stages from (D - 1) of m microbatches (GPipe, 1811.06965, section 2.3); with
 recomputation, activations by the shares of inputs and of saved tensors in a chain's layers, and a forward more
 (1604.06174). Refusals and final figures never come from here.
@@ -68,6 +69,13 @@ class Estimator:
         two = _update_apart(task, plan, alone, 2) if like is None else like._grown(one)
         return cls(machines, sizes, task.sequence, together, one, two)
 
+    def between(self, other: "Estimator", together: int) -> "Estimator":
+        """Estimates for a number of ranks that split layers between this one's and another's."""
+        ends = 1 / self.together, 1 / other.together
+        share = (1 / together - ends[1]) / (ends[0] - ends[1])
+        one, two = (_mixed(share, *pair) for pair in ((self.one, other.one), (self.two, other.two)))
+        return replace(self, together=together, one=one, two=two)
+
     def prediction(self, plan: Plan, rows: int) -> Prediction:
         """The first estimate of a plan, without its offload.
 
@@ -132,6 +140,15 @@ class Estimator:
         bubble = compute * (stages - 1) / m
         wire = max(0.0, wire - compute * choices_of(plan).stages.share_beside_reductions)
         return {"compute": compute, "optimizer": update, "wire": wire, "bubble": bubble}
+
+
+def _mixed(share: float, one: Prediction, other: Prediction) -> Prediction:
+    """A prediction with a share of one's bytes and seconds, and the rest of another's."""
+    memory, causes = (
+        {name: share * low.get(name, 0) + (1 - share) * high.get(name, 0) for name in {**low, **high}}
+        for low, high in ((one.memory, other.memory), (one.causes, other.causes))
+    )
+    return replace(one, memory={name: round(n) for name, n in memory.items()}, causes=causes)
 
 
 def _update_apart(task: TrainingTask, plan: Plan, machines: Machines, rows: int) -> Prediction:

@@ -284,7 +284,7 @@ class _Search:
         began, room = time.perf_counter(), (1 - MARGIN) * self.machines.device.capacity_bytes
         hopeful = [shape for shape in shapes if self._least_bytes(shape.plan) <= room]
         estimators = self._estimators(dict.fromkeys(shape.together for shape in hopeful))
-        each = (time.perf_counter() - began) / (len(estimators) + 1) if estimators else 0.0
+        each = (time.perf_counter() - began) / (min(2, len(estimators)) + 1) if estimators else 0.0
         for shape in (shape for shape in shapes if shape.together in estimators):
             variants = self._variants(shape.plan)
             found = expectation_of(shape, variants, estimators[shape.together])
@@ -310,7 +310,12 @@ class _Search:
     def _estimators(self, sizes: Iterable[int]) -> dict[int, Estimator]:
         """Estimates for each number of ranks that split layers, but for those that the engine refuses."""
         found: dict[int, Estimator] = {}
-        for together in sizes:
+        wanted = sorted(sizes)
+        for together in [*wanted[:1], *wanted[:0:-1]]:
+            if len(found) > 1:
+                least, most, *_ = found.values()
+                found[together] = self._made[together] = least.between(most, together)
+                continue
             self.say(f"{'one rank' if together == 1 else f'{together} ranks that split layers'}, for first estimates")
             try:
                 like = next(iter(found.values()), None)
