@@ -126,16 +126,16 @@ def test_it_says_how_many_plans_are_left_and_about_how_long(searched: Search) ->
 
 
 def test_the_time_left_is_that_of_the_plans_ahead() -> None:
-    """Four seconds per plan, and four times as many with stages."""
-    clock = iter([0.0, 4.0, 4.0, 8.0, 8.0, 24.0, 24.0])
+    """Four seconds per plan, and two and a half times as many with stages."""
+    clock = iter([0.0, 4.0, 4.0, 8.0, 8.0, 18.0, 18.0])
     alone, staged = Plan(zero=0), Plan(zero=0, pipeline_parallel=2, microbatches=2)
     progress = SearchProgress({alone: 2, staged: 2}, 3.0, now=lambda: next(clock))
     progress.begin(alone)
-    assert progress.look(alone) == "0/4 plans, about 30 s left: "
-    assert progress.look(replace(alone, microbatches=2)) == "1/4 plans, about 36 s left: "
+    assert progress.look(alone) == "0/4 plans, about 21 s left: "
+    assert progress.look(replace(alone, microbatches=2)) == "1/4 plans, about 24 s left: "
     progress.begin(staged)
-    assert progress.look(staged) == "2/4 plans, about 32 s left: "
-    assert progress.look(staged) == "3/4 plans, about 16 s left: "
+    assert progress.look(staged) == "2/4 plans, about 20 s left: "
+    assert progress.look(staged) == "3/4 plans, about 10 s left: "
     assert progress.left_out == 0
 
 
@@ -168,6 +168,8 @@ def test_groups_of_which_the_first_plan_is_needless_have_one_plan_less_ahead() -
 LEAN = {"activations.recompute": "blocks"}
 HOST, HOST_3 = Plan(zero=2, offload="optimizer"), Plan(zero=3, offload="optimizer,parameters")
 STAGES = [Plan(zero=zero) for zero in (1, 2, 3, 0)]
+SLICED = Plan(zero=3, offload="optimizer")
+SHARE = SLICED.with_settings({"offload.fraction": 0.75})
 RECORDS = {  # looks expected by group; groups, plans and CPU seconds of those taken; and of the best plan, whole
     "7 B on an RTX 4090": (
         SearchProgress({HOST: 2, HOST_3: 2}, 0.0, blocks=32, depth=32),
@@ -182,6 +184,15 @@ RECORDS = {  # looks expected by group; groups, plans and CPU seconds of those t
     "gpt2-xl on 8 A100s": (
         SearchProgress(dict.fromkeys(STAGES[:3], 1), 0.9),
         [(plan, plan, seconds) for plan, seconds in zip(STAGES, (1.2, 0.6, 0.7, 0.6), strict=True)],
+        0.0,
+    ),
+    "70 B on 8 H100s": (  # the share is rehearsed with all blocks
+        SearchProgress({SLICED: 2, SHARE: 1}, 0.0, depth=80),
+        [
+            (SLICED, SLICED, 6.4),
+            (None, SLICED.with_settings(LEAN), 7.0),
+            (SHARE, SHARE.with_settings(LEAN), 25.5),
+        ],
         0.0,
     ),
 }

@@ -1,10 +1,10 @@
 """First estimates of plans, before any of them is rehearsed; a search shows them first, and starts from them.
 
 Two rehearsals of a single rank, with one row and with two, give the memory and time of a microbatch of any size; one
-more, alone too, is of the most ranks that split layers. For t ranks between, the numbers are linear in 1 / t, as are the
-slices of t ranks, and the (t - 1) / t of a tensor that each of them sends. Model states come from the formulas, traffic from the ZeRO
-paper's volumes, waits for other stages from (D - 1) of m microbatches (GPipe, 1811.06965, section 2.3); with
-recomputation, activations by the shares of inputs and of saved tensors in a chain's layers, and a forward more
+more, alone too, is of the most ranks that split layers. Between, numbers are linear in 1 / t for t ranks, as are the
+slices of t ranks, and the (t - 1) / t of a tensor that each of them sends. Model states come from the formulas, traffic
+from the ZeRO paper's volumes, waits for other stages from (D - 1) of m microbatches (GPipe, 1811.06965, section 2.3);
+with recomputation, activations by the shares of inputs and of saved tensors in a chain's layers, and a forward more
 (1604.06174). Refusals and final figures never come from here.
 """
 

@@ -93,9 +93,8 @@ def _host_rate(machines: Machines) -> str:
 class Way(Protocol):
     """How plans of one kind are rehearsed."""
 
-    @property
-    def work(self) -> float:
-        """Duration of a rehearsal relative to a plan without stages."""
+    def work(self, plan: Plan, blocks: int) -> float:
+        """Duration of a rehearsal relative to a plan without stages, for a model with so many blocks."""
 
     def whole(self, plan: Plan, blocks: int) -> int:
         """The size of a rehearsal of every block and stage, for a model with so many blocks."""

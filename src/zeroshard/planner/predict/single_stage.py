@@ -26,7 +26,9 @@ FEW_TIMED, STEP_TIMED = 4, 4  # blocks of the first run, and more of the next: e
 class Unstaged:
     """The way to rehearse plans without stages; a `ways.Way`."""
 
-    work = 1.0
+    def work(self, plan: Plan, blocks: int) -> float:
+        """The unit."""
+        return 1.0
 
     def whole(self, plan: Plan, blocks: int) -> int:
         """Blocks times microbatches."""

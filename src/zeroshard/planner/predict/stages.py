@@ -36,6 +36,7 @@ from zeroshard.schedule.peaks import ALIKE, few_microbatches, in_flight
 from zeroshard.schedule.simulate import TIMES, Costs, Simulation, simulate
 
 FEW_OF_STAGE = 2  # blocks of a chunk from which on every further one costs the same: a stage gathers none ahead
+SHALLOW, DEEP = 2.5, 7.0  # work of a rehearsal of chunks with few blocks, and with more
 STEADY = 4  # steps of a stream in which its steady state shows; where each flushes, the first is enough
 MOST_SPANS = 20_000  # of a pipeline's timeline
 SENT, GATHERED = (Purpose.SEND_ACTIVATIONS, Purpose.SEND_GRADIENTS), (Purpose.GATHER_MESSAGES,)
@@ -46,7 +47,10 @@ PER_MICROBATCH = [str(purpose) for purpose in (*SENT, *GATHERED, *IN_LAYERS)]
 class Staged:
     """The way to rehearse plans with stages, one replica of each; a `ways.Way`."""
 
-    work = 4.0  # two stages, each with more microbatches
+    def work(self, plan: Plan, blocks: int) -> float:
+        """Two stages, each with more microbatches; at two depths where chunks have many blocks."""
+        chunks = plan.pipeline.stages * plan.pipeline.virtual_stages
+        return DEEP if blocks > chunks * (FEW_OF_STAGE + 1) else SHALLOW
 
     def whole(self, plan: Plan, blocks: int) -> int:
         """A quarter of stages times blocks: each stage's rehearsal makes all blocks."""

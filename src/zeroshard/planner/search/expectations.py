@@ -24,7 +24,7 @@ from zeroshard.planning.offers import Offer
 FEW_SHAPES = 5  # most kinds of plans without split layers that are all looked at
 BEHIND = 1.1  # times the seconds of the fastest plan: slower estimates are left out among many
 TRIED = 2  # variants of a plan that fits that are looked at, the last one slower than the one before
-LIKELY = 0.8  # of a device, for the states of plans that are likely to fit
+LIKELY = 0.9  # of a device, for the states of plans that are likely to fit
 FAR = 1.2  # times a device's memory: plans expected above it are left out among many, where leaner ones are likely
 
 
@@ -203,3 +203,8 @@ def _kind(shape: Shape) -> Plan | None:
     """The plan of a shape but for its number of stages; None without stages."""
     level = choices_of(shape.plan).stages.level
     return shape.plan.with_settings(level) if level else None
+
+
+def unsplit(plan: Plan) -> Plan:
+    """The plan of a shape, with one microbatch and without the cut that a rehearsal chose."""
+    return plan.with_settings({"microbatches": 1, "pipeline_parallel.split": ()})

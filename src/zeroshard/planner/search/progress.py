@@ -1,7 +1,8 @@
 """The progress of a search: plans looked at, plans ahead, and the time that these take.
 
-[Note: kinds of work] A plan ahead takes the mean time of those looked at with the same techniques. Before any, it takes
-the mean of all, by the work of each relative to a plan without stages.
+[Note: kinds of work] A plan ahead takes the mean time of those looked at with the same techniques, by the work of each
+relative to a plan without stages of which few blocks are rehearsed. Before any, it takes the mean of all, by the same.
+Schedules for the fastest plan take the mean time of those with stages, or before any the work of the largest.
 """
 
 import time
@@ -12,8 +13,7 @@ from zeroshard.plan import Plan
 from zeroshard.planner.choices import choices_of
 from zeroshard.planner.predict.predict import way_of
 
-FEW_BLOCKS = 15  # that are rehearsed whole as fast as a plan without stages, with 4 and 5 of them
-OTHERS = 6.0  # work of schedules with stages, of which one has two chunks for each
+ALL_BLOCKS = (25, 28)  # blocks to add to all of a model, and to divide these by, for the work of a whole rehearsal
 Kind = tuple[bool, ...]
 
 
@@ -83,7 +83,7 @@ class SearchProgress:
         self._last = plan, self.now()
         if not self._current:
             self._current, self._further = 1, self._further + 1
-        left = self._current * self._seconds_of(plan) + self.blocks / FEW_BLOCKS * self._unit
+        left = self._current * self._seconds_of(plan) + (_whole_work(self.blocks) * self._unit if self.blocks else 0.0)
         left += sum(looks * self._seconds_of(one) for one, looks in self._left.items())
         text = f"{self._every - self._current - sum(self._left.values())}/{self._every} plans"
         if self._unit:
@@ -105,8 +105,13 @@ class SearchProgress:
 
     def _seconds_of(self, plan: Plan | None) -> float:
         """The time of a plan ([Note: kinds of work])."""
-        seconds, _, number = (0.0, 0.0, 0) if plan is None else self.spent.get(_kind_of(plan), (0.0, 0.0, 0))
-        return seconds / number if number else self._unit * self._work_of(plan)
+        if plan is None:
+            staged = [(seconds, number) for kind, (seconds, _, number) in self.spent.items() if kind[0]]
+            number = sum(count for _, count in staged)
+            most = max((self._work_of(one) for one in self.expected if one is not None), default=1.0)
+            return sum(seconds for seconds, _ in staged) / number if number else self._unit * most
+        seconds, work, _ = self.spent.get(_kind_of(plan), (0.0, 0.0, 0))
+        return (seconds / work if work else self._unit) * self._work_of(plan)
 
     @property
     def _unit(self) -> float:
@@ -114,12 +119,16 @@ class SearchProgress:
         work = sum(one for _, one, _ in self.spent.values())
         return sum(seconds for seconds, _, _ in self.spent.values()) / work if work else self.seconds
 
-    def _work_of(self, plan: Plan | None) -> float:
-        """The work of a rehearsal, as a multiple of a plan without stages; None stands for schedules with stages."""
-        if plan is None:
-            return OTHERS
+    def _work_of(self, plan: Plan) -> float:
+        """The work of a rehearsal, as a multiple of a plan without stages."""
         alike = all(choice.alike for choice in choices_of(plan))
-        return way_of(plan).work * (1.0 if alike else max(1.0, self.depth / FEW_BLOCKS))
+        return way_of(plan).work(plan, self.depth) * (1.0 if alike else max(1.0, _whole_work(self.depth)))
+
+
+def _whole_work(blocks: int) -> float:
+    """The work of a rehearsal of all blocks, as a multiple of one of few."""
+    more, each = ALL_BLOCKS
+    return (blocks + more) / each
 
 
 def _kind_of(plan: Plan) -> Kind:

@@ -44,6 +44,7 @@ from zeroshard.planner.search.expectations import (
     is_hopeless,
     looks_at_resorts,
     looks_of,
+    unsplit,
 )
 from zeroshard.planner.search.nearest import nearest_ways
 from zeroshard.planner.search.order import rank, with_whole_first
@@ -212,7 +213,7 @@ class _Search:
         """A variant of a shape, with the leaner settings and the microbatches of the plan that fits without it."""
         varied = replace(shape, plan=plan)
         if plain is not None:
-            varied = varied.lean if _unsplit(plain.plan) == self._with(shape.leaner, 1) else varied
+            varied = varied.lean if unsplit(plain.plan) == self._with(shape.leaner, 1) else varied
             self._likely[varied.plan] = [plain.plan.microbatches]
         return varied
 
@@ -303,15 +304,14 @@ class _Search:
 
         best = in_turn(shapes, self._expected, expect) if estimators else None
         if best is not None and are_many(shapes):
-            planned[None] = best.offer.most_faster
+            planned[None] = len([*best.offer.faster(self._expected[best.plan].near[0].plan.microbatches, self._site)])
         self.progress = SearchProgress(planned, each, self._deep, depth=self._depth)
         return sorted(chosen, key=lambda one: (one.seconds, one.peak_bytes))
 
     def _estimators(self, sizes: Iterable[int]) -> dict[int, Estimator]:
         """Estimates for each number of ranks that split layers, but for those that the engine refuses."""
         found: dict[int, Estimator] = {}
-        wanted = sorted(sizes)
-        for together in [*wanted[:1], *wanted[:0:-1]]:
+        for together in sorted(sizes)[:1] + sorted(sizes)[:0:-1]:
             if len(found) > 1:
                 least, most, *_ = found.values()
                 found[together] = self._made[together] = least.between(most, together)
@@ -371,12 +371,12 @@ class _Search:
     def _try_faster(self, shape: Shape) -> None:
         """Try faster settings, such as other schedules, for the fastest plan of a shape that fits."""
         kinds = [self._with(plan, 1) for plan in (shape.plan, shape.leaner)]
-        found = min((p for p in self.fitting if _unsplit(p.plan) in kinds), key=lambda p: p.seconds, default=None)
+        found = min((p for p in self.fitting if unsplit(p.plan) in kinds), key=lambda p: p.seconds, default=None)
         if found is None or found.seconds - found.causes.get("bubble", 0.0) >= self._fastest:
             return
         m = found.plan.microbatches
         for other in shape.offer.faster(m, self._site):
-            again = self._rehearse(_unsplit(found.plan).with_settings({**other, "microbatches": m}), shape.rows)
+            again = self._rehearse(unsplit(found.plan).with_settings({**other, "microbatches": m}), shape.rows)
             if again is not None and again.fits:
                 self._keep(again)
 
@@ -414,7 +414,7 @@ class _Search:
     def whole(self, prediction: Prediction) -> Prediction:
         """The prediction from a rehearsal of every stage, and of every block unless too many; refused if too large."""
         plan = prediction.plan
-        if way_of(plan).whole(plan, self._depth) > MOST_DEEP:
+        if prediction.events or way_of(plan).whole(plan, self._depth) > MOST_DEEP:  # or it is from one
             return prediction
         self.say("the best once more, whole")
         found = predict(trained_as(self.task, prediction), plan, self.machines, prediction.batch, deep=True)
@@ -498,8 +498,3 @@ class _Search:
         if isinstance(self._layers, str):
             raise PlanError(self._layers)
         return self._layers
-
-
-def _unsplit(plan: Plan) -> Plan:
-    """The plan of a shape, with one microbatch and without the cut that a rehearsal chose."""
-    return plan.with_settings({"microbatches": 1, "pipeline_parallel.split": ()})
