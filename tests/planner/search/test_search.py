@@ -325,7 +325,7 @@ def test_all_plans_have_the_ranks_of_experts_that_are_asked_for(
 ) -> None:
     monkeypatch.setattr(searching, "OFFERS", (one_offer,))
     search(SPARSE, SLOW, Plan(expert_parallel=2))
-    assert kinds_of(asked[:-1]) == [(0, 2)]
+    assert kinds_of(asked) == [(0, 2)]  # the best was rehearsed whole
 
 
 def test_a_model_without_mixtures_is_searched_as_if_there_were_no_experts(asked: list[Plan]) -> None:

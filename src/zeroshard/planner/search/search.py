@@ -413,8 +413,8 @@ class _Search:
 
     def whole(self, prediction: Prediction) -> Prediction:
         """The prediction from a rehearsal of every stage, and of every block unless too many; refused if too large."""
-        plan = prediction.plan
-        if prediction.events or way_of(plan).whole(plan, self._depth) > MOST_DEEP:  # or it is from one
+        plan, is_whole = prediction.plan, prediction.events and not prediction.plan.pipelined
+        if is_whole or way_of(plan).whole(plan, self._depth) > MOST_DEEP:
             return prediction
         self.say("the best once more, whole")
         found = predict(trained_as(self.task, prediction), plan, self.machines, prediction.batch, deep=True)
