@@ -122,6 +122,11 @@ def test_the_task_is_that_of_the_model_without_its_memory() -> None:
         ({"model": nn.BatchNorm1d(3, affine=False)}, ModelError, "BatchNorm1d has no parameter to train"),
         ({"batch": {"y": torch.zeros(2, WIDTH)}}, ModelError, r"a step of Net failed .*TypeError: .*'y'.*; mend"),
         ({"batch": {"x": torch.zeros(2, 3)}}, ModelError, r"a step of Net failed .*RuntimeError: .*; mend the model"),
+        (
+            {"model": nn.Linear(WIDTH, 4), "batch": batch()["x"]},
+            PlanError,
+            r"No plan trains this model, of \d+ .*tried\. The model returned a Tensor of .* without a scalar loss",
+        ),
         ({"optimizer": 1e-3}, PlanError, "The optimizer is 0.001; give a torch.optim class"),
         ({"optimizer": torch.optim.SGD(nn.Linear(2, 2).parameters())}, PlanError, "not the model's; make it from"),
         ({"batch": {"x": torch.zeros(())}}, BatchError, r"first dimensions \[0\]"),

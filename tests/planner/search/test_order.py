@@ -30,6 +30,13 @@ class Rehearsal:
         return replace(one, causes={"compute": one.seconds, "host link": self.more[one.plan.microbatches - 1]})
 
 
+def test_equally_fast_plans_are_ordered_by_their_peak() -> None:
+    seconds = 0.1 + 0.2  # a sum in another order than that of the literal
+    larger, smaller = plans(0.3, seconds)
+    smaller = replace(smaller, memory={name: nbytes // 2 for name, nbytes in larger.memory.items()})
+    assert seconds > 0.3 and sorted([larger, smaller], key=rank) == [smaller, larger]
+
+
 def test_a_first_plan_that_stays_the_fastest_is_alone_rehearsed_whole() -> None:
     for more in (0.0, 0.05):
         whole = Rehearsal(more, 9.0)

@@ -49,8 +49,8 @@ class Staged:
 
     def work(self, plan: Plan, blocks: int) -> float:
         """Two stages, each with more microbatches; at two depths where chunks have many blocks."""
-        chunks = plan.pipeline.stages * plan.pipeline.virtual_stages
-        return DEEP if blocks > chunks * (FEW_OF_STAGE + 1) else SHALLOW
+        fewest = plan.pipeline.stages * plan.pipeline.virtual_stages * (FEW_OF_STAGE + 1)
+        return DEEP if blocks > fewest else SHALLOW
 
     def whole(self, plan: Plan, blocks: int) -> int:
         """A quarter of stages times blocks: each stage's rehearsal makes all blocks."""

@@ -262,9 +262,12 @@ def _maker_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> Callable[[n
 
 
 def _none_fits(found: Found, machines: Machines) -> str:
-    """The error if no plan fits, with the nearest refusal: the most offloaded, or sliced."""
+    """The error if no plan fits, with the refusal of the model, or the nearest refusal: the most offloaded, or sliced."""
     if not found.refused:
         return f"There is no plan to look at for {machines}; use more rows."
+    (most, *_) = max(alike(found.refused), key=len)
+    if not most.way_out and not any(refusal.prediction for refusal in found.refused):
+        return f"No plan trains this model, of {len(found.refused)} that were tried. {most.why}"
     with_way = [refusal for refusal in found.refused if refusal.way_out]
     resorts = [refusal for refusal in with_way if _resort(refusal)]
     closest = max(resorts or with_way or found.refused, key=_reach)

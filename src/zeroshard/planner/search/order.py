@@ -16,8 +16,11 @@ SAME = 1.001  # times the seconds of a plan: as fast in every table
 
 
 def rank(prediction: Prediction) -> tuple[bool, float, int]:
-    """The key of a plan among those that fit: whether it changes results, seconds of a step, bytes at the peak."""
-    return bool(changes(prediction)), prediction.seconds, prediction.peak_bytes
+    """The key of a plan among those that fit: whether it changes results, seconds of a step, bytes at the peak.
+
+    Seconds that differ by less than sums of numbers in another order do are equal.
+    """
+    return bool(changes(prediction)), float(f"{prediction.seconds:.9g}"), prediction.peak_bytes
 
 
 def with_whole_first(order: Sequence[Prediction], whole: Callable[[Prediction], Prediction]) -> list[Prediction]:

@@ -413,7 +413,7 @@ class _Search:
 
     def whole(self, prediction: Prediction) -> Prediction:
         """The prediction from a rehearsal of every stage, and of every block unless too many; refused if too large."""
-        plan, is_whole = prediction.plan, prediction.events and not prediction.plan.pipelined
+        plan, is_whole = prediction.plan, prediction.events and not prediction.spans  # of stages, of which some are
         if is_whole or way_of(plan).whole(plan, self._depth) > MOST_DEEP:
             return prediction
         self.say("the best once more, whole")
@@ -446,7 +446,7 @@ class _Search:
             self._seen[key] = predict(self.task, plan, self.machines, rows)
             self.progress.spare(lambda ahead: self._excluding.crowded(ahead, rows, self._seen) is not None)
         except ZeroshardError as error:
-            self._refuse(plan, rows, str(error), "")
+            self._refuse(plan, rows, str(error).replace("a FakeTensor", "a Tensor"), "")
             return None
         return self._seen[key]
 
