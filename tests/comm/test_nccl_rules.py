@@ -37,8 +37,8 @@ SHOWN = (
 
 
 def trained(mesh: zs.Mesh, name: str, folder: str) -> Record:
-    """Train under a plan, save, load and train on."""
-    with recording(mesh) as (own, recorder):
+    """Train under a plan for two steps, save, load and train on."""
+    with recording(mesh) as (own, recorder), patch.object(golden, "STEPS", 2):
         golden.record(own, name, folder)
         return recorder.close()
 

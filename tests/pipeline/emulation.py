@@ -35,7 +35,7 @@ class Case:
     model: str = "Five"
     optimizer: str = "adamw"
     replicas: tuple[int, ...] | None = None
-    script: str = "ssss"
+    script: str = "sss"
     rows: int = 8
     more: dict[str, Any] = field(default_factory=dict)
 

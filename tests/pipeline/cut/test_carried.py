@@ -481,7 +481,7 @@ def test_a_tensor_that_is_returned_twice_is_sent_once() -> None:
     assert [len(chain.carried.at(layer)) for layer in range(1, 5)] == [1, 1, 2, 3]
 
 
-STEPS = 3
+STEPS = 2
 SETTINGS: dict[str, dict[str, Any]] = {
     "1f1b": {},
     "gpipe": {"pipeline_parallel.schedule": "gpipe", "recompute": "blocks"},
