@@ -72,7 +72,9 @@ class Alive(TorchDispatchMode):
 
 
 class Units(TorchDispatchMode):
-    """How many groups of parameters have their values in memory, at every operation ([Note: what is counted]).
+    """How many groups of parameters have their values in memory, at every operation that makes more than a view.
+
+    Counted as [Note: what is counted] says.
 
     Attributes:
         forward: the largest number at once in forwards.
@@ -86,6 +88,8 @@ class Units(TorchDispatchMode):
         self._viewed: list[dict[int, weakref.ref[torch.UntypedStorage]]] = [{} for _ in groups]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.is_view:
+            return func(*args, **(kwargs or {}))
         inside = torch._C._current_graph_task_id() != -1
         gathered = sum(map(self._has_values, self._groups, self._viewed))
         self.forward = max(self.forward, 0 if inside else gathered)
