@@ -21,7 +21,7 @@ from zeroshard.train.sizes import GPTConfig
 
 ADAM = partial(torch.optim.AdamW, lr=1e-2)
 CONFIG = GPTConfig(vocabulary=32, context=12, width=16, heads=2, layers=4, dropout=0.1)
-ROWS = 8
+ROWS, STEPS = 8, 8
 
 
 class RecomputedBlock(Block):
@@ -96,13 +96,13 @@ PIPED = {"pipeline_parallel": 2, "microbatches": 2, "pipeline_parallel.balance":
 
 @pytest.fixture(scope="module")
 def reference() -> tuple[list[float], Tensor]:
-    """Twenty steps of one process in two microbatches."""
-    return train(None, {"zero": 0, "microbatches": 2}, 20)
+    """Steps of one process in two microbatches."""
+    return train(None, {"zero": 0, "microbatches": 2}, STEPS)
 
 
 @pytest.mark.parametrize("zero", by_default(range(4), 2, 3))
 def test_two_ranks_are_one_process_bit_for_bit(pool: Pool, reference: Any, zero: int) -> None:
-    (first, weights), (second, _) = pool.run(train, 2, {"zero": zero, "transport": "network"}, 20)
+    (first, weights), (second, _) = pool.run(train, 2, {"zero": zero, "transport": "network"}, STEPS)
     assert (torch.tensor(first) / 2 + torch.tensor(second) / 2).tolist() == reference[0]
     assert torch.equal(weights, reference[1])
 
@@ -118,33 +118,33 @@ STAGED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", by_default(STAGED, "1f1b", "split backward"))
 def test_two_stages_are_one_process_bit_for_bit(pool: Pool, reference: Any, name: str) -> None:
-    for losses, weights in pool.run(train, 2, STAGED[name], 20):
+    for losses, weights in pool.run(train, 2, STAGED[name], STEPS):
         assert losses == reference[0]
         assert torch.equal(weights, reference[1])
 
 
 def test_recomputation_is_one_process_bit_for_bit(pool: Pool, reference: Any, whole: bool) -> None:
     for kind in (RecomputedInside, Recomputed) if whole else (Recomputed,):
-        losses, weights = train(None, {"zero": 0, "microbatches": 2}, 20, kind)
+        losses, weights = train(None, {"zero": 0, "microbatches": 2}, STEPS, kind)
         assert losses == reference[0] and torch.equal(weights, reference[1])
-    for losses, weights in pool.run(train, 2, {**PIPED, "recompute": "blocks"}, 20, RecomputedInside):
+    for losses, weights in pool.run(train, 2, {**PIPED, "recompute": "blocks"}, STEPS, RecomputedInside):
         assert losses == reference[0] and torch.equal(weights, reference[1])
 
 
 @pytest.mark.parametrize("microbatches", by_default([1, 4, 8], 4))
 def test_other_orders_of_sums_differ_by_rounding_alone(reference: Any, microbatches: int) -> None:
-    losses, _ = train(None, {"zero": 0, "microbatches": microbatches}, 20)
+    losses, _ = train(None, {"zero": 0, "microbatches": microbatches}, STEPS)
     assert losses == pytest.approx(reference[0], rel=1e-6)
 
 
 def test_four_ranks_of_two_stages_and_replicas(pool: Pool, reference: Any) -> None:
-    for losses, _ in pool.run(train, 4, {**PIPED, "zero": 1}, 20):
+    for losses, _ in pool.run(train, 4, {**PIPED, "zero": 1}, STEPS):
         assert losses == pytest.approx(reference[0], rel=1e-6)
 
 
 def test_a_tied_output_in_stages_differs_by_rounding_alone(pool: Pool) -> None:
-    wanted, _ = train(None, {"zero": 0, "microbatches": 2}, 20, Tied)
-    for losses, _ in pool.run(train, 2, PIPED, 20, Tied):
+    wanted, _ = train(None, {"zero": 0, "microbatches": 2}, STEPS, Tied)
+    for losses, _ in pool.run(train, 2, PIPED, STEPS, Tied):
         assert losses == pytest.approx(wanted, rel=1e-6)
 
 
