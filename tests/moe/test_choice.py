@@ -43,9 +43,12 @@ def part(buffers: int, zero: int, slices: int) -> Fraction:
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_states_are_those_of_dense_layers_and_of_a_part_of_the_experts(zero: Any, ranks: int) -> None:
-    plan = Plan(zero=zero, expert_parallel=ranks)
-    assert least_bytes(SIZES, plan, RANKS) == part(DENSE, zero, RANKS) + part(SHARED // ranks, zero, RANKS // ranks)
+@pytest.mark.parametrize("together", [1, 2, 4])
+def test_states_are_those_of_dense_layers_and_of_a_part_of_the_experts(zero: Any, ranks: int, together: int) -> None:
+    """Experts that are shared out are not split besides, as dense layers are."""
+    plan = Plan(zero=zero, expert_parallel=ranks, tensor_parallel=together)
+    dense = part(DENSE // together, zero, RANKS // together)
+    assert least_bytes(SIZES, plan, RANKS) == dense + part(SHARED // ranks, zero, RANKS // ranks)
 
 
 def test_states_of_groups_that_are_wider_than_slices_are_not_less_than_a_part() -> None:

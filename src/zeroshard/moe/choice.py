@@ -20,11 +20,13 @@ class SharingExperts(Choice):
         ranks: ranks that divide the experts of each mixture.
         two_level: whether tokens go first between the ranks of a machine.
         stages: of the plan, within each of which ranks share out experts.
+        tensor_ranks: ranks that split layers.
     """
 
     ranks: int = 1
     two_level: bool = False
     stages: int = 1
+    tensor_ranks: int = 1
 
     @property
     def reach(self) -> tuple[float, ...]:
@@ -44,10 +46,11 @@ class SharingExperts(Choice):
         mixtures = states.mixtures
         if not 1 < self.ranks <= mixtures.experts:
             return states
-        kept = 1 - mixtures.share + mixtures.share / self.ranks
-        sliced = (1 - mixtures.share) / states.slices + mixtures.share / max(self.ranks, states.slices)
+        each = Fraction(self.ranks, self.tensor_ranks)  # shared-out experts are not split besides
+        kept = 1 - mixtures.share + mixtures.share / each
+        sliced = (1 - mixtures.share) / states.slices + mixtures.share / max(each, states.slices)
         trainable, frozen = (int(kept * n) for n in (states.trainable, states.frozen))
-        largest = states.largest // self.ranks  # it may be all experts
+        largest = states.largest // max(1, each)  # it may be all experts
         return replace(states, trainable=trainable, frozen=frozen, largest=largest, slices=kept / sliced)
 
     def remedies(self, ranks: int) -> Iterator[Remedy]:

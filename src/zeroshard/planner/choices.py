@@ -56,7 +56,7 @@ def choices_of(plan: Plan) -> Choices:
             reduce_every=plan.reduce_every,
             reduces_each=plan.reduces_each_microbatch,
         ),
-        SharingExperts(plan.experts.ranks, plan.experts.two_level, plan.pipeline.stages),
+        SharingExperts(plan.experts.ranks, plan.experts.two_level, plan.pipeline.stages, plan.tensor.ranks),
         Computing(plan.precision, plan.scales_loss, plan.adds_up_locally or plan.reductions > 1),
         Drawing(plan.rng == "exact"),
         Offloading(plan.offloading, sliced=plan.zero == 3),

@@ -122,7 +122,7 @@ def with_activation(tree: Any, place: int, hidden: Tensor) -> Any:
 
 
 def _first_argument(tree: Any, place: int) -> tuple[Tensor, ...]:
-    """The activation, if it is the first argument of a call (args, kwargs), as of most blocks: torch's pytrees are slow.
+    """The activation, if it is the first argument of a call (args, kwargs), as of most blocks: pytrees are slow.
 
     A tuple of one; empty for any other place.
     """

@@ -262,7 +262,7 @@ def _maker_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> Callable[[n
 
 
 def _none_fits(found: Found, machines: Machines) -> str:
-    """The error if no plan fits, with the refusal of the model, or the nearest refusal: the most offloaded, or sliced."""
+    """The error if no plan fits, with the refusal of the model, or the nearest one: the most offloaded, or sliced."""
     if not found.refused:
         return f"There is no plan to look at for {machines}; use more rows."
     (most, *_) = max(alike(found.refused), key=len)
