@@ -50,7 +50,7 @@ class SharingExperts(Choice):
         kept = 1 - mixtures.share + mixtures.share / each
         sliced = (1 - mixtures.share) / states.slices + mixtures.share / max(each, states.slices)
         trainable, frozen = (int(kept * n) for n in (states.trainable, states.frozen))
-        largest = states.largest // max(1, each)  # it may be all experts
+        largest = states.largest if each < 1 else states.largest // each  # it may be all experts
         return replace(states, trainable=trainable, frozen=frozen, largest=largest, slices=kept / sliced)
 
     def remedies(self, ranks: int) -> Iterator[Remedy]:
