@@ -8,6 +8,7 @@ in another way is not found, and shows where a recomputation has other values (`
 """
 
 import random
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from types import CodeType, FunctionType, MethodType, ModuleType
@@ -21,9 +22,13 @@ LOOKS = 3  # forwards
 Source = tuple[Callable[[], Any], Callable[[Any], Any]]  # reads a state, writes one
 Step = Callable[[Any], Iterable[Any]]  # the values reached from a value in one step
 KINDS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
+CODE = (*KINDS, FunctionType, MethodType, type)  # looked at before data, of which there may be much
 LEAVES = (str, bytes, int, float, complex, Tensor, torch.dtype, torch.device, CodeType, type(None))
+DRAWING = {"torch", "numpy", "random", "zeroshard"}  # by generators that are looked for in another way
 LIBRARIES = frozenset(
-    {"torch", "numpy", "random", "zeroshard", "builtins", "typing", "collections", "functools", "sympy", "mpmath"}
+    DRAWING
+    | {"builtins", "typing", "collections", "functools", "dataclasses", "enum", "abc", "re", "inspect", "importlib"}
+    | {"logging", "warnings", "sympy", "mpmath", "huggingface_hub"}
 )
 MOST = 20_000  # values that are looked at
 PYTHON_AND_NUMPY: Sequence[Source] = (
@@ -69,13 +74,13 @@ class ReachedGenerators:
 
 
 def generators_reached(roots: Iterable[Any]) -> list[Any]:
-    """All generators reached from modules and functions, each once."""
+    """All generators reached from modules and functions, each once; if there is too much, those that code reaches."""
     found: dict[int, Any] = {}
     seen: dict[int, Any] = {}  # kept alive, so that no new value gets the id of an old one
     steps: dict[int, tuple[type, Step | None]] = {}  # by the id of a type, which is kept alive too
-    pending: list[Any] = list(roots)
+    pending = deque[Any](roots)
     while pending and len(seen) < MOST:
-        value = pending.pop()
+        value = pending.popleft()
         kind = type(value)
         if (known := steps.get(id(kind))) is None:
             known = steps[id(kind)] = kind, _step_from(value)
@@ -85,7 +90,8 @@ def generators_reached(roots: Iterable[Any]) -> list[Any]:
         if step is _end:
             found[key] = value
         else:
-            pending += step(value)
+            for each in step(value):
+                (pending.appendleft if isinstance(each, CODE) else pending.append)(each)
     return list(found.values())
 
 
@@ -157,7 +163,8 @@ def _reached_by(function: FunctionType) -> Iterator[Any]:
 
 
 def _in_library(value: Any) -> bool:
-    return (getattr(value, "__module__", None) or "builtins").partition(".")[0] in LIBRARIES
+    name = getattr(value, "__module__", None) or "builtins"  # of a user's object it may be anything
+    return str(name).partition(".")[0] in LIBRARIES
 
 
 def _source_of(value: Any) -> Source | None:
