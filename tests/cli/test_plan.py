@@ -331,7 +331,7 @@ def test_own_models_whose_steps_fail_end_in_a_sentence(mine: str, capsys: pytest
     with pytest.raises(SystemExit):
         run_plan(*read_question(["--model", f"{mine}:Lossless", *words, f"{mine}:batch"], {}))
     shown = " ".join(capsys.readouterr().out.split())
-    assert "The model returned a FakeTensor" in shown and "nearest ways" not in shown
+    assert "The model returned a Tensor of shape" in shown and "nearest ways" not in shown
 
 
 def test_a_file_is_a_model_and_its_batches(mine: str) -> None:

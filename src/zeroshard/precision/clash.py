@@ -4,7 +4,7 @@ import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from traceback import walk_tb
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any
 
 import torch
@@ -48,12 +48,20 @@ def explain_clash(error: BaseException, model: nn.Module, precision: Precision) 
         error.add_note(f"{CLASH}{where} ({found}). {_way_out(path, precision)}")
 
 
-def raise_explained(error: Exception) -> None:
+def raise_explained(
+    error: Exception, model: Any = None, args: Sequence[Any] = (), keywords: Mapping[str, Any] = MappingProxyType({})
+) -> None:
     """Raise the note of `explain_clash` or `explain_transform` as an error, if there is one.
+
+    Args:
+        model, args, keywords: of the call.
 
     Raises:
         ModelError: from `error`.
+        BatchError: likewise, if the model takes other arguments.
     """
+    if isinstance(error, TypeError) and isinstance(model, nn.Module):
+        _refuse_misfit(error, model, args, keywords)
     notes = getattr(error, "__notes__", [])
     for note in notes:
         if note.startswith((CLASH, IN_TRANSFORM)):
@@ -61,14 +69,7 @@ def raise_explained(error: Exception) -> None:
             raise ModelError(note) from error
 
 
-def raise_misfit(error: TypeError, model: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> None:
-    """Raise that a batch does not fit the arguments of a model's forward, if it does not.
-
-    Raises:
-        BatchError: from `error`.
-    """
-    if not isinstance(model, nn.Module):
-        return
+def _refuse_misfit(error: TypeError, model: nn.Module, args: Sequence[Any], keywords: Mapping[str, Any]) -> None:
     signature = inspect.signature(type(model).forward)
     try:
         signature.bind(model, *args, **keywords)

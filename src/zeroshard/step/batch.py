@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from zeroshard.errors import BatchError
-from zeroshard.precision.clash import raise_explained, raise_misfit
+from zeroshard.precision.clash import raise_explained
 from zeroshard.step.losses import Loss
 from zeroshard.units.hooks import map_tensors, tensors_of
 
@@ -117,8 +117,7 @@ def loss_in(output: Any) -> torch.Tensor:
     shape = f" of shape {tuple(output.shape)}" if isinstance(output, torch.Tensor) else ""
     raise BatchError(
         f"The model returned a {type(output).__name__}{shape} without a scalar loss. Return the loss, an object with "
-        f".loss, or pass "
-        "Engine(..., loss=function of (output, batch))."
+        f".loss, or pass Engine(..., loss=function of (output, batch))."
     )
 
 
@@ -164,9 +163,6 @@ def call_with(model: Any, batch: Any) -> Any:
     args = batch if isinstance(batch, (tuple, list)) else () if isinstance(batch, Mapping) else (batch,)
     try:
         return model(*args, **keywords)
-    except TypeError as error:
-        raise_misfit(error, model, args, keywords)
-        raise
-    except (RuntimeError, ValueError) as error:
-        raise_explained(error)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise_explained(error, model, args, keywords)
         raise
