@@ -22,24 +22,13 @@ from zeroshard.comm.collectives import Comm
 from zeroshard.errors import CommError, PlanError, ZeroshardError
 from zeroshard.optim.states.whole_states import NAMES, decoded, encoded
 from zeroshard.step.backward import Backward
-from zeroshard.step.losses import Loss
+from zeroshard.step.losses import Loss, Unjoined
 
 END = "end"  # the call of a rank without batches
 FAILED = "failed"  # of one whose own code raised an error
 LABEL = "engine.join()"
 ON_BATCHES = ("__call__", "train_step")
 Frame = Mapping[str, Any]
-
-
-class Unjoined:
-    """The calls of an engine outside of `engine.join()`, where ranks have equally many batches."""
-
-    def announce(self, method: str, *args: Any, **kwargs: Any) -> None:
-        """Nothing: every rank makes this call."""
-
-    def weighed(self, loss: Loss) -> Loss:
-        """The loss itself."""
-        return loss
 
 
 class Joined(Protocol):

@@ -93,6 +93,17 @@ class Loss(NamedTuple):
         return self if self.items is not None else Loss(self.value * weight, share=self.share * weight)
 
 
+class Unjoined:
+    """The calls of an engine outside of `engine.join()`, where ranks have equally many batches."""
+
+    def announce(self, method: str, *args: Any, **kwargs: Any) -> None:
+        """Nothing: every rank makes this call."""
+
+    def weighed(self, loss: Loss) -> Loss:
+        """The loss itself."""
+        return loss
+
+
 class LossReport(NamedTuple):
     """One rank's losses in a step, as reported to the other ranks.
 
@@ -175,8 +186,7 @@ class StepLosses:
     def add(self, loss: Loss) -> None:
         """Record a loss whose backward is part of the step."""
         self.values.append(loss.value.detach().reshape(()))
-        self.kinds |= BY_MEAN if loss.items is None else BY_SUM
-        self.kinds |= DOUBLE if loss.value.dtype == torch.float64 else 0
+        self.kinds |= (BY_MEAN if loss.items is None else BY_SUM) | DOUBLE * (loss.value.dtype == torch.float64)
         count = loss.items
         if isinstance(count, Tensor):
             count = count.float() if count.device.type != "cpu" else float(count)
@@ -211,8 +221,8 @@ class StepLosses:
         count = sum(report.items for report in reports)
         each = count / (data_ranks or len(reports))
         self._next, nothing = each or None, math.nan if self._skips else 0.0
-        total = sum(report.total for report in reports)
-        self.mean = torch.tensor(total / count if count else nothing, dtype=dtype_of(reports))
+        dtype = torch.float64 if any(report.kinds & DOUBLE for report in reports) else None
+        self.mean = torch.tensor(sum(report.total for report in reports) / count if count else nothing, dtype=dtype)
         self.gain = self.divisor / each if each else nothing
         return self.gain
 
@@ -227,11 +237,6 @@ class StepLosses:
         self.batches.clear()
         self.kinds, self.report = 0, LossReport()
         self.count, self._next = self._next or self.count, None
-
-
-def dtype_of(reports: Sequence[LossReport]) -> torch.dtype:
-    """The dtype of a loss over several ranks: fp32, or float64 if one of theirs is."""
-    return torch.float64 if any(report.kinds & DOUBLE for report in reports) else torch.float32
 
 
 def _of_none(total: Tensor, count: float | Tensor) -> Tensor:

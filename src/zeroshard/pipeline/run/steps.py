@@ -25,7 +25,7 @@ from zeroshard.schedule import Kind
 from zeroshard.step.backward import Backward
 from zeroshard.step.batch import uneven_microbatches
 from zeroshard.step.decision import Agreed
-from zeroshard.step.losses import REPORT, LossReport, SameBatches, StepLosses, dtype_of
+from zeroshard.step.losses import DOUBLE, REPORT, LossReport, SameBatches, StepLosses
 from zeroshard.step.sequence import Run, StepOrder, StepSequence
 
 LOANS = {Kind.LEND: Purpose.LEND_WEIGHTS, Kind.REPAY: Purpose.REPAY_GRADIENTS}
@@ -86,7 +86,8 @@ class AllStages(ThisStage):
         answers = [WORD.unpack_from(frame) for frame in frames]
         squares = sum(answers[layout.members(s)[0]][0] for s in range(layout.stages))
         every = [LossReport(*REPORT.unpack_from(frame, WORD.size)) for frame in frames]
-        self.mean = torch.tensor(sum(loss for _, loss, *_ in answers) / stage.data_ranks, dtype=dtype_of(every))
+        dtype = torch.float64 if any(each.kinds & DOUBLE for each in every) else None
+        self.mean = torch.tensor(sum(loss for _, loss, *_ in answers) / stage.data_ranks, dtype=dtype)
         try:
             self.batches.check([batches for *_, batches in answers], step)
             whole = self._reported.close(every, stage.data_ranks)
