@@ -8,7 +8,6 @@ in another way is not found, and shows where a recomputation has other values (`
 """
 
 import random
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from types import CodeType, FunctionType, MethodType, ModuleType
@@ -77,21 +76,21 @@ def generators_reached(roots: Iterable[Any]) -> list[Any]:
     """All generators reached from modules and functions, each once; if there is too much, those that code reaches."""
     found: dict[int, Any] = {}
     seen: dict[int, Any] = {}  # kept alive, so that no new value gets the id of an old one
-    steps: dict[int, tuple[type, Step | None]] = {}  # by the id of a type, which is kept alive too
-    pending = deque[Any](roots)
-    while pending and len(seen) < MOST:
-        value = pending.popleft()
-        kind = type(value)
-        if (known := steps.get(id(kind))) is None:
-            known = steps[id(kind)] = kind, _step_from(value)
-        if (step := known[1]) is None or (key := id(value)) in seen:
+    code, data = [(_step_from(root), root) for root in roots], list[tuple[Step | None, Any]]()
+    kinds: dict[int, tuple[type, Step | None, list[Any]]] = {}  # by the id of a type, which is kept alive too
+    while (code or data) and len(seen) < MOST:
+        step, value = (code or data).pop()
+        if step is None or (key := id(value)) in seen:
             continue
         seen[key] = value
         if step is _end:
             found[key] = value
-        else:
-            for each in step(value):
-                (pending.appendleft if isinstance(each, CODE) else pending.append)(each)
+            continue
+        for each in step(value):
+            kind = type(each)
+            if (known := kinds.get(id(kind))) is None:
+                known = kinds[id(kind)] = kind, _step_from(each), code if isinstance(each, CODE) else data
+            known[2].append((known[1], each))
     return list(found.values())
 
 
