@@ -1,8 +1,8 @@
 """Reading one safetensors file: its header, checked against the file, and boxes of its tensors by `pread`.
 
 The file is not mapped into memory: pages of a mapping would count as memory of the process for as long as it is open.
-Values that the target holds in the same dtype are read straight into it, into memory that ranks share by the kernel
-alone; others go through a small staging buffer.
+Values that the target holds in the same dtype are read straight into it, by a copy within the kernel where ranks share
+that memory; others go through a small staging buffer.
 """
 
 import json
