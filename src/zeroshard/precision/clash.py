@@ -2,9 +2,9 @@
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from traceback import walk_tb
-from types import FrameType, MappingProxyType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -48,20 +48,18 @@ def explain_clash(error: BaseException, model: nn.Module, precision: Precision) 
         error.add_note(f"{CLASH}{where} ({found}). {_way_out(path, precision)}")
 
 
-def raise_explained(
-    error: Exception, model: Any = None, args: Sequence[Any] = (), keywords: Mapping[str, Any] = MappingProxyType({})
-) -> None:
+def raise_explained(error: Exception, model: Any = None, batch: Any = None) -> None:
     """Raise the note of `explain_clash` or `explain_transform` as an error, if there is one.
 
     Args:
-        model, args, keywords: of the call.
+        model, batch: of a call with a batch (`step.batch.call_with`).
 
     Raises:
         ModelError: from `error`.
         BatchError: likewise, if the model takes other arguments.
     """
     if isinstance(error, TypeError) and isinstance(model, nn.Module):
-        _refuse_misfit(error, model, args, keywords)
+        _refuse_misfit(error, model, batch)
     notes = getattr(error, "__notes__", [])
     for note in notes:
         if note.startswith((CLASH, IN_TRANSFORM)):
@@ -69,15 +67,17 @@ def raise_explained(
             raise ModelError(note) from error
 
 
-def _refuse_misfit(error: TypeError, model: nn.Module, args: Sequence[Any], keywords: Mapping[str, Any]) -> None:
+def _refuse_misfit(error: TypeError, model: nn.Module, batch: Any) -> None:
     signature = inspect.signature(type(model).forward)
+    args, keywords, given = [batch], dict[str, Any](), f"a {type(batch).__name__}"
+    if isinstance(batch, Mapping):
+        args, keywords, given = [], dict(batch), f"a mapping with the keys {', '.join(map(str, batch))}"
+    elif isinstance(batch, (tuple, list)):
+        args, given = [*batch], f"{given} of {len(batch)}"
     try:
         signature.bind(model, *args, **keywords)
     except TypeError as misfit:
         named = ", ".join(list(signature.parameters)[1:]) or "nothing"
-        given = f"a mapping with the keys {', '.join(keywords)}" if keywords else f"a tuple of {len(args)}"
-        if not keywords and len(args) == 1:
-            given = "one value"
         raise BatchError(
             f"The batch is {given}, and the forward of {type(model).__name__} takes {named} ({misfit}). A mapping is "
             f"passed as keywords, a tuple or list as arguments. Give the batch what the forward takes, or a model "

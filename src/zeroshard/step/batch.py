@@ -114,10 +114,10 @@ def loss_in(output: Any) -> torch.Tensor:
     for candidate in candidates:
         if isinstance(candidate, torch.Tensor) and candidate.numel() == 1:
             return candidate.reshape(())
-    shape = f" of shape {tuple(output.shape)}" if isinstance(output, torch.Tensor) else ""
+    found = f"Tensor of shape {(*output.shape,)}" if isinstance(output, torch.Tensor) else type(output).__name__
     raise BatchError(
-        f"The model returned a {type(output).__name__}{shape} without a scalar loss. Return the loss, an object with "
-        f".loss, or pass Engine(..., loss=function of (output, batch))."
+        f"The model returned a {found} without a scalar loss. Return the loss, an object with .loss, or pass "
+        f"Engine(..., loss=function of (output, batch))."
     )
 
 
@@ -159,10 +159,10 @@ def call_with(model: Any, batch: Any) -> Any:
         ModelError: a module computed with tensors of different dtypes, or by a transform that hooks do not reach.
         BatchError: the forward takes other arguments.
     """
-    keywords = batch if isinstance(batch, Mapping) else {}
-    args = batch if isinstance(batch, (tuple, list)) else () if isinstance(batch, Mapping) else (batch,)
     try:
-        return model(*args, **keywords)
+        if isinstance(batch, Mapping):
+            return model(**batch)
+        return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
     except (RuntimeError, TypeError, ValueError) as error:
-        raise_explained(error, model, args, keywords)
+        raise_explained(error, model, batch)
         raise

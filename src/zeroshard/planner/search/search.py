@@ -446,7 +446,7 @@ class _Search:
             self._seen[key] = predict(self.task, plan, self.machines, rows)
             self.progress.spare(lambda ahead: self._excluding.crowded(ahead, rows, self._seen) is not None)
         except ZeroshardError as error:
-            self._refuse(plan, rows, str(error).replace("a FakeTensor", "a Tensor"), "")
+            self._refuse(plan, rows, str(error), "")
             return None
         return self._seen[key]
 
