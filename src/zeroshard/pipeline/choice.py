@@ -104,11 +104,11 @@ class Stages(Choice):
     def settled(self, pipeline: PipelineSchedule, usual: int) -> int:
         """Steps until the most messages are in flight and all versions of a stream exist.
 
-        A loan has one message per step.
+        A loan has one message per step, and the step after the last new one in flight may need further buffers.
         """
         if self.stages == 1:
             return usual
-        usual = 1 + LOANS_UNDER_WAY if pipeline.loans else usual
+        usual = 2 + LOANS_UNDER_WAY if pipeline.loans else usual
         in_flight = 2 * self.stages * self.chunks
         return max(usual, 2 + -(-in_flight // self.microbatches)) if pipeline.streams else usual
 
