@@ -70,7 +70,7 @@ def shares(ranks: int, plan: dict[str, Any]) -> bool:
     return group > 1 and plan.get("transport") != "network"
 
 
-SHOWN = [CASES[number] for number in (0, 6, 13, 17, 23, 29, 30, -2, -1)]
+SHOWN = [CASES[number] for number in (0, 6, 10, 13, 17, 23, 29, 30, -2, -1)]
 
 
 @pytest.mark.parametrize("case", by_default(CASES, *SHOWN), ids=map(name_of, CASES))
