@@ -128,6 +128,7 @@ def copied(mesh: zs.Mesh, folder: Path) -> Any:
             counts += [shared.copy_to_shared(opened.fileno(), 4, common)]
         comm.agree(b"", "copied again")
         whole &= bytes(common.tolist()) == words
+        comm.agree(b"", "compared again")
         counts += [shared.copy_to_shared(opened.fileno(), 4 + size - 100_000, part[: 2**17])]  # the file ends earlier
         counts += [shared.copy_to_shared(opened.fileno(), 4, torch.empty(2**17, dtype=torch.uint8))]
         counts += [shared.copy_to_shared(os.pidfd_open(os.getpid()), 0, part)]
