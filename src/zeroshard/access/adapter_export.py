@@ -121,6 +121,8 @@ def plan_adapter(whole: TensorTable, model: Any, adapter: str | None) -> ExportP
 def plan_merged(whole: TensorTable, model: Any, sizes: ExportSizes) -> tuple[ExportPlan, Read]:
     """The files of the base with its active adapters merged, as `from_pretrained` of transformers reads them.
 
+    Of a base that is none of transformers all names of its state dict are in them.
+
     Raises:
         PlanError: the model is none of peft's, or an adapter cannot be merged. ConfigError: as `floating_dtype`.
     """
@@ -128,9 +130,9 @@ def plan_merged(whole: TensorTable, model: Any, sizes: ExportSizes) -> tuple[Exp
     active = list(dict.fromkeys(_active(model)))
     base = base_of(model)
     prefix = next(path for path, module in model.named_modules() if module is base)
-    merging = _Merging(whole, model, active, f"{prefix}." if prefix else "")
     texts = texts_of(base)
     config = texts[CONFIG]
+    merging = _Merging(whole, model, active, f"{prefix}." if prefix else "", every=config is None)
     if merging.parted and config is not None:
         config["tie_word_embeddings"] = False
     slots = [
@@ -149,11 +151,11 @@ class _Merging:
     Embeddings and an output layer that are one parameter, with an adapter on one of them, are two weights after that.
 
     Attributes:
-        held: by the name in the base, the tensor that is read.
+        held: by the name in the base, the tensor that is read; if `every`, tied parameters under all names.
         parted: whether there are weights that were one parameter.
     """
 
-    def __init__(self, whole: TensorTable, model: Any, active: list[str], prefix: str) -> None:
+    def __init__(self, whole: TensorTable, model: Any, active: list[str], prefix: str, every: bool) -> None:
         self._whole, self._active = whole, active
         named = base_names(model)
         assert named is not None
@@ -170,15 +172,16 @@ class _Merging:
                     f"the adapter alone, with adapters=True, and merge it into a base that is not quantised."
                 )
         own = {name: base.removeprefix(prefix) for name in (*self._table, *whole.tied) if (base := named(name))}
-        self.held = self._chosen(own)
+        self.held = self._chosen(own, every)
         ties = ({own[further], own[first]} for further, first in whole.tied.items() if {further, first} <= own.keys())
         self.parted = any(len(names) > 1 and names <= self.held.keys() for names in ties)
 
-    def _chosen(self, own: Mapping[str, str]) -> dict[str, HeldBoxes]:
-        """By the name in the base, the tensor under it: an active trained copy before the frozen one; one of equals.
+    def _chosen(self, own: Mapping[str, str], every: bool) -> dict[str, HeldBoxes]:
+        """By the name in the base, the tensor under it: an active trained copy before the frozen one.
 
         Args:
             own: the names in the base, by those in the model.
+            every: all names of tied parameters, not one of equals.
         """
         chosen: dict[str, str] = {}
         for name, base in own.items():
@@ -191,7 +194,7 @@ class _Merging:
         for base, name in chosen.items():
             first = self._whole.tied.get(name, name)
             same = first, tuple(path for path, _ in self._layers.get(name, ()))
-            if same not in seen:
+            if every or same not in seen:
                 seen.add(same)
                 found[base] = replace(self._table[first], name=name)
         return found

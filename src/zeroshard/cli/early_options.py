@@ -93,6 +93,9 @@ class ExportOptions:
     """Of a model of peft: the adapter of this name alone, such as default, as PeftModel.from_pretrained reads it."""
     base_folder: Path | None = None
     """Folder of the frozen base that the checkpoint left out; by default the one from which the run read it."""
+    model: str | None = None
+    """Of adapters on a model that is none of transformers: the code that makes it, mine.py, mine.py:Net or
+    package.module:function."""
 
     def __post_init__(self) -> None:
         shard_bytes(self.max_shard_size, "max_shard_size")

@@ -203,7 +203,7 @@ def test_facts_are_not_trusted(saved: Path) -> None:
         CheckpointError, match=r"transformers and peft cannot build the model .* the versions of the run"
     ):
         planned(saved, adapters=adapters | {"configs": {"default": {"peft_type": "unheard"}}})
-    with pytest.raises(CheckpointError, match=r"holds \[32, 16\] where its configurations make '.*' \[32, 24\]"):
+    with pytest.raises(CheckpointError, match=r"holds \[32, 16\] where the model that was built has '.*' \[32, 24\]"):
         planned(saved, config=config | {"hidden_size": 24})
     with pytest.raises(CheckpointError, match="has no configuration of adapters"):
         planned(saved, adapters=None)
@@ -326,3 +326,88 @@ def test_a_base_whose_files_hold_codes(tmp_path: Path, family: str, kind: str) -
     assert Reader(tmp_path / "saved").facts["base"]["tensors"]
     assert same(export(tmp_path, "--merge"), tmp_path / "merged")
     assert same(export(tmp_path, "--adapter", "default", to="alone"), tmp_path / "adapter")
+
+
+OWN = """
+import peft
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(32, 16), nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+        self.head = nn.Linear(16, 32, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, input_ids, labels):
+        hidden = self.embed(input_ids)
+        for block in self.blocks:
+            hidden = hidden + torch.tanh(block(hidden))
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+
+
+def adapted(r=2):
+    settings = {"target_modules": r"blocks\\.\\d", "init_lora_weights": False, "use_dora": True}
+    return peft.get_peft_model(Net(), peft.LoraConfig(r=r, **settings))
+
+
+def other():
+    return peft.get_peft_model(Net(), peft.LoraConfig(target_modules=["head"]), adapter_name="other")
+
+
+def wider():
+    return adapted(r=3)
+
+
+def number():
+    return 3
+"""
+
+
+@pytest.mark.parametrize("files", [True, False])
+def test_a_model_of_the_users_own_is_made_by_its_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], files: bool
+) -> None:
+    """With or without adapters around it; its base left out as it was read from files, or in the checkpoint."""
+    (code := tmp_path / f"own_{files}.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    module: Any = __import__(code.stem)
+    torch.manual_seed(3)
+    plain, model = module.Net(), module.adapted()
+    engine = engine_of(None, model)
+    if files:
+        values = {key: value for key, value in plain.state_dict().items() if "head" not in key}
+        save_file(values, tmp_path / "base.safetensors")
+        engine.load_weights(tmp_path / "base.safetensors")
+    engine.train_step(batch(0))
+    engine.save(tmp_path / "saved", wait=True)
+    engine.export(tmp_path / "adapter", adapters=True)
+    engine.export(tmp_path / "merged", merge=True)
+    assert bool(Reader(tmp_path / "saved").facts.get("base")) == files
+    own = str(code)
+    for number, name in enumerate(("Net", "adapted")):
+        assert same(export(tmp_path, "--merge", "--model", f"{own}:{name}", to=f"m{number}"), tmp_path / "merged")
+        words = ("--adapter", "default", "--model", f"{own}:{name}")
+        assert same(export(tmp_path, *words, to=f"a{number}"), tmp_path / "adapter")
+    whole = module.adapted()
+    whole.load_state_dict(engine.state_dict())
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    for key, value in whole.merge_and_unload().state_dict().items():
+        assert torch.equal(merged[key], value), key
+
+    def refusal(*words: str) -> str:
+        with pytest.raises(SystemExit) as error:
+            export(tmp_path, *words)
+        assert error.value.code == 2 and not (tmp_path / "out").exists()
+        return capsys.readouterr().err
+
+    assert "cannot be built from the manifest. Name the code that makes it, --model" in refusal("--merge")
+    assert "--model is the code of a base with adapters; add --merge" in refusal("--model", own)
+    assert "has the adapters default, and the given model is a PeftModel with others (other)" in refusal(
+        "--merge", "--model", f"{own}:other"
+    )
+    assert "where the model that was built has" in refusal("--merge", "--model", f"{own}:wider")
+    assert "names no class or function" in refusal("--merge", "--model", "Net")
+    assert "it must return an nn.Module" in refusal("--merge", "--model", f"{own}:number")

@@ -62,9 +62,12 @@ def pretrained_part(model: nn.Module) -> tuple[str, nn.Module | None]:
 def own_names(model: nn.Module) -> dict[str, list[str]]:
     """Names in the model's state dict, by those in the state dict of the `PreTrainedModel` inside, without adapters.
 
-    A frozen module and its trained copies, in `modules_to_save` of peft, share one name.
+    If there is none, by those of the model, or of the base inside of peft's. A frozen module and its trained copies, in
+    `modules_to_save` of peft, share one name.
     """
     path, part = pretrained_part(model)
+    if part is None and (base_of := getattr(model, "get_base_model", None)) is not None:
+        path, part = next(named for named in model.named_modules() if named[1] is base_of())
     prefix, named = f"{path}." if path else "", base_names(model)
     found: dict[str, list[str]] = {}
     for name in _state(model if part is None else part):

@@ -49,13 +49,18 @@ ENGINE = "Make the engine of the run, call engine.load(checkpoint), then engine.
 
 
 def planned_adapters(
-    reader: Reader, adapter: str | None, base: Path | None, sizes: ExportSizes
+    reader: Reader,
+    adapter: str | None,
+    base: Path | None,
+    sizes: ExportSizes,
+    own: Callable[[], Any] | None = None,
 ) -> tuple[ExportPlan, Read]:
     """The files of one adapter of a checkpoint, or of its base with the active adapters added; and a reader of tensors.
 
     Args:
         adapter: its name; None for the sum.
         base: the folder of the frozen base, if it is elsewhere now.
+        own: makes the model of the run, with its adapters or without, if that is none of transformers.
 
     Raises:
         CheckpointError: the checkpoint is of no model of peft, or of one that cannot be built again, or files of the
@@ -75,7 +80,7 @@ def planned_adapters(
                 f"{reader.path} is not to be trusted: its manifest says that {key} is {shown(reader.facts[key])}, and "
                 f"it must be {needed}. Use an earlier checkpoint."
             )
-    model = _built(reader, facts)
+    model = _built(reader, facts, own)
     weights = CheckpointWeights(reader, model, base)
     if adapter is None:
         return plan_merged(weights, model, sizes)
@@ -133,8 +138,9 @@ class CheckpointWeights:
         if found is None or found[0] != shape:
             held = "no such tensor" if found is None else f"{list(found[0])}"
             raise CheckpointError(
-                f"{self._reader.path} holds {held} where its configurations make '{name}' {list(shape)}: the installed "
-                f"transformers or peft builds another model. Install the versions of the run; or: {ENGINE}."
+                f"{self._reader.path} holds {held} where the model that was built has '{name}' {list(shape)}: the "
+                f"installed transformers or peft, or the given code, builds another one. Install the versions of the "
+                f"run, or give its code; or: {ENGINE}."
             )
         return HeldBoxes(name, shape, found[1], found[1], ())
 
@@ -237,43 +243,60 @@ class CheckpointWeights:
         return json.loads(config.read_text(encoding="utf-8")).get("quantization_config") if config.is_file() else None
 
 
-def _built(reader: Reader, facts: Mapping[str, Any]) -> Any:
+def _built(reader: Reader, facts: Mapping[str, Any], own: Callable[[], Any] | None) -> Any:
     """The model of a checkpoint on the meta device, with its adapters.
 
     Raises:
-        CheckpointError: transformers or peft cannot build it.
+        CheckpointError: transformers, peft or the user's own code cannot build it.
     """
-    name, config = facts["class"], reader.facts.get("config")
-    transformers = package("transformers", "The export of adapters", "hf")
     peft = package("peft", "The export of adapters", "peft")
-    kind = getattr(transformers, name, None)
-    if config is None or not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
-        raise CheckpointError(
-            f"{reader.path} is of a {name}, which is no model of transformers and cannot be built from the manifest. "
-            f"{ENGINE} or adapters=True."
-        )
+    make = _of_transformers(reader, facts["class"]) if own is None else own
     try:
         with warnings.catch_warnings(), torch.device("meta"):
             warnings.simplefilter("ignore")  # of peft, about names of bases
             wraps = any(name.startswith(PREFIX) for name in reader.names("weight"))
-            model = _adapted(kind, config, reader.facts, facts["configs"], peft, wraps)
+            model = made = make()
+            if not hasattr(made, "peft_config"):
+                model = _adapted(made, reader.facts, facts["configs"], peft, wraps)
     except Exception as error:  # of any kind, by values in the manifest
+        builders = "transformers and peft" if own is None else "The given model and peft"
         raise CheckpointError(
-            f"transformers and peft cannot build the model of {reader.path}: {error}. Install the versions of the run; "
+            f"{builders} cannot build the model of {reader.path}: {error}. Install the versions of the run; "
             f"or: {ENGINE} or adapters=True."
         ) from error
+    if list(getattr(model, "peft_config", ())) != list(facts["configs"]):
+        raise CheckpointError(
+            f"{reader.path} has the adapters {', '.join(facts['configs'])}, and the given model is a "
+            f"{type(made).__name__} with others ({', '.join(made.peft_config)}). Name the code that makes the "
+            f"model of the run."
+        )
     for path, parameter in model.named_parameters():
         parameter.requires_grad_(path in facts["trained"])
     (model.base_model if wraps else model).set_adapter(facts["active"])
     return model
 
 
-def _adapted(
-    kind: Any, config: Any, facts: Mapping[str, Any], configs: Mapping[str, Any], peft: Any, wraps: bool
-) -> Any:
-    """A base with adapters, built by transformers and peft; `wraps` says whether peft's own model is around it."""
-    base = kind(kind.config_class.from_dict(config))
-    base.config.name_or_path = base.name_or_path = facts.get("origin") or ""
+def _of_transformers(reader: Reader, name: str) -> Callable[[], Any]:
+    """Makes the base of a checkpoint from its configuration.
+
+    Raises:
+        CheckpointError: it is no model of transformers.
+    """
+    transformers, config = package("transformers", "The export of adapters", "hf"), reader.facts.get("config")
+    kind: Any = getattr(transformers, name, None)
+    if config is None or not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+        raise CheckpointError(
+            f"{reader.path} is of a {name}, which is no model of transformers and cannot be built from the manifest. "
+            f"Name the code that makes it, --model mine.py or mine.py:Net; or: {ENGINE} or adapters=True."
+        )
+    family: Any = kind
+    return lambda: family(family.config_class.from_dict(config))
+
+
+def _adapted(base: Any, facts: Mapping[str, Any], configs: Mapping[str, Any], peft: Any, wraps: bool) -> Any:
+    """A base with adapters of peft; `wraps` says whether peft's own model is around it."""
+    if hasattr(base, "config_class"):
+        base.config.name_or_path = base.name_or_path = facts.get("origin") or ""
     if facts.get("generation") and hasattr(base, "generation_config"):
         generation: Callable[..., Any] = importlib.import_module("transformers").GenerationConfig.from_dict
         base.generation_config = generation(facts["generation"])
