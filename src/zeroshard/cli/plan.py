@@ -13,7 +13,7 @@ from typing import Any
 import tomli_w
 from rich.console import Console
 
-from zeroshard.cli.plan_answer import answer_lines, differing, job_of, listed
+from zeroshard.cli.plan_answer import answer_lines, differing, is_trained_by_name, job_of, listed
 from zeroshard.cli.plan_json import Layers, as_json
 from zeroshard.cli.plan_options import ROWS, SEQUENCE, PlanOptions, precision_for
 from zeroshard.doctor.hardware import Machines
@@ -52,7 +52,7 @@ from zeroshard.train.family import SOURCE, default_plans, largest_table
 from zeroshard.train.model_shape import row_length
 from zeroshard.train.option_values import NONE
 from zeroshard.train.planning import beside_spinner
-from zeroshard.train.task import language_task, own_task, with_cheaper
+from zeroshard.train.task import language_task, other_task, own_task, with_cheaper
 from zeroshard.zero.byte_formulas import state_bytes
 
 FILE_COLUMNS = 120
@@ -78,8 +78,10 @@ def run_plan(options: PlanOptions, machines: Machines | None) -> None:
         return
     options = replace(options, precision=precision_for(options, machines))
     task, base = described_task(options, machines.count)
-    title = f"{task.name}, {task.rows} rows of {task.sequence} tokens per step, on {machines}"
-    with _status() as say, failures_of(options.model) if options.own else nullcontext():
+    rows = "per step, each counted as a token" if task.sequence == 1 else f"of {task.sequence} tokens per step"
+    title = f"{task.name}, {task.rows} rows {rows}, on {machines}"
+    by_name = is_trained_by_name(task, options)
+    with _status() as say, nullcontext() if by_name else failures_of(task.name):
         found = search_once(
             task,
             machines,
@@ -125,11 +127,13 @@ def described_task(options: PlanOptions, devices: int) -> tuple[TrainingTask, Pl
     Raises:
         ModelError: no such model, or one that cannot be built.
     """
-    sequence = row_length(options.model, options.sequence, 1 if options.batch_of else SEQUENCE)
+    sequence = row_length(options.model, options.sequence, SEQUENCE)
     config = TrainConfig(model=options.model, tokenizer="bytes", sequence=sequence, optimizer=options.optimizer)
     rows = options.global_batch or ROWS * devices
     if options.own:
-        task, plan = own_task(config, rows, options.batch_of), Plan(**options.fields)
+        task, plan = own_task(config, rows, options.batch_of, options.sequence), Plan(**options.fields)
+    elif (other := other_task(config, rows)) is not None:
+        task, plan = other, Plan(**options.fields)
     else:
         task, plan = language_task(config, rows), replace(config.plan, **options.fields)
     if options.adapters is not None:
@@ -208,10 +212,10 @@ def _write_plans(options: PlanOptions, found: Found, task: TrainingTask) -> list
 
 
 def plan_toml(prediction: Prediction, task: TrainingTask, options: PlanOptions) -> str:
-    """The plan as `zeroshard train --config` takes it; for the user's code or adapters, as `zs.Plan` takes it."""
+    """The plan as `zeroshard train --config` takes it; as `zs.Plan` does, for adapters and models that it lacks."""
     about = f"# {named(prediction)}; {prediction.batch} rows of one step per rank or replica\n"
     whole = prediction.plan.as_dict()
-    if options.own or prediction.adapters:
+    if prediction.adapters or not is_trained_by_name(task, options):
         return about + tomli_w.dumps(differing(whole, Plan().as_dict()))
     return about + tomli_w.dumps({**job_of(prediction, task, options), "plan": _spelled_out(whole)})
 

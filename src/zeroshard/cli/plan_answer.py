@@ -26,12 +26,17 @@ def answer_lines(found: Found, task: TrainingTask, machines: Machines, options: 
         yield f"Plan 1: {', '.join(_speed(best, task, machines))}."
         if best.adapters:
             yield from (f"  {line}" for line in peft_lines(best.adapters))
-        elif not options.own:
+        elif is_trained_by_name(task, options):
             yield f"  {option_line(best, task, options)}"
         yield f"  {python_line(best.plan)}"
     if found.ways:
         yield "The nearest ways to train every weight:" if found.best else "The nearest ways:"
         yield from (f"  {number}. {way}" for number, way in enumerate(found.ways, 1))
+
+
+def is_trained_by_name(task: TrainingTask, options: PlanOptions) -> bool:
+    """Whether `zeroshard train --model` trains it: no code of the user, and no other class of transformers."""
+    return not options.own and not task.name.startswith(f"{options.model}:")
 
 
 def option_line(prediction: Prediction, task: TrainingTask, options: PlanOptions) -> str:
@@ -72,7 +77,7 @@ def listed(found: Found, task: TrainingTask, machines: Machines, options: PlanOp
     return [
         ListedPlan(
             one,
-            "" if options.own or one.adapters else option_line(one, task, options),
+            "" if one.adapters or not is_trained_by_name(task, options) else option_line(one, task, options),
             "\n".join([*(peft_lines(one.adapters) if one.adapters else ()), python_line(one.plan)]),
             model_flops_share(one, task, machines),
             why,
@@ -84,10 +89,10 @@ def listed(found: Found, task: TrainingTask, machines: Machines, options: PlanOp
 def model_flops_share(prediction: Prediction, task: TrainingTask, machines: Machines) -> float | None:
     """Model FLOPs utilization (2204.02311, appendix B): 6 FLOPs per token and used parameter, 4 if that is frozen.
 
-    None where the parameters that a token uses are not known.
+    None where the tokens of a row, or the parameters that a token uses, are not known.
     """
     device, used = machines.device, task.facts.used_parameters
-    if used is None:
+    if used is None or task.sequence == 1:
         return None
     rate = device.matrix_flops.get(prediction.plan.precision, device.matrix_flops["fp32"]) / device.peak_share
     return (4 if prediction.adapters else 6) * used * prediction.tokens_per_second / (rate * prediction.ranks)
@@ -97,11 +102,11 @@ def _speed(best: Prediction, task: TrainingTask, machines: Machines) -> Iterator
     yield f"peak {format_bytes(best.peak_bytes)} of {format_bytes(best.capacity_bytes)}"
     below = {"host memory on each node": best.host_needed_bytes, "disk for each rank": best.disk_bytes}
     yield from (f"{format_bytes(nbytes)} of {tier}" for tier, nbytes in below.items() if nbytes > 0)
-    yield f"{best.tokens_per_second:,.0f} tokens/s"
+    yield f"{best.tokens_per_second:,.0f} {'rows' if task.sequence == 1 else 'tokens'}/s"
     share = model_flops_share(best, task, machines)
     if share is not None:
         yield f"{share:.0%} of the peak rate (MFU)" if share >= 0.01 else f"{share:.1%} of the peak rate (MFU)"
-    if best.tokens_per_second:
+    if best.tokens_per_second and task.sequence > 1:
         yield f"{1e9 / best.tokens_per_second / 3600:,.1f} hours per billion tokens"
     if best.waits_for_checkpoints:
         yield "training waits for each checkpoint, as with save(wait=True)"

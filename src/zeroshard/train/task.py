@@ -12,6 +12,7 @@ from torch import nn
 from zeroshard.data.tokenizer import load_tokenizer
 from zeroshard.errors import ModelError
 from zeroshard.plan import Plan
+from zeroshard.planner.predict.copies import zeroed_copy
 from zeroshard.planner.predict.rehearse import TrainingTask
 from zeroshard.planner.predict.torch_internals import fakes
 from zeroshard.planner.search.identity import identity_of
@@ -19,6 +20,7 @@ from zeroshard.train.config import OptimizerName, TrainConfig
 from zeroshard.train.model import BuiltModel, build_model, takes_tokens
 from zeroshard.train.named_models import BATCH, Code, model_named
 from zeroshard.train.optimizers import make_optimizer
+from zeroshard.train.other_models import other_model
 from zeroshard.train.own_code import check_arguments, import_code, imported
 
 CHEAPER: tuple[OptimizerName, ...] = ("adamw8bit", "adafactor")
@@ -42,15 +44,43 @@ def language_task(config: TrainConfig, rows: int) -> TrainingTask:
     with fakes():
         model = built()
     task = _task(config, lambda: built().module, partial(_tokens, model, config.sequence), rows)
-    identity = identity_of(model.module, *_rates(config))
+    task = replace(task, identity=identity_of(model.module, *_rates(config)))
     if not model.hugging_face:
-        return replace(task, identity=identity)
+        return task
+    return replace(_made_aside(task, config), loss_chunk=LOSS_CHUNK)
+
+
+def other_task(config: TrainConfig, rows: int) -> TrainingTask | None:
+    """The task of training the class that a configuration names, where that is no causal language model.
+
+    Its name is that of the model and of the class.
+
+    Args:
+        rows: of one step, over all data ranks.
+
+    Returns:
+        None for other models, and for classes whose batches are not known.
+
+    Raises:
+        ModelError: transformers cannot build it.
+    """
+    file = model_named(config.model).file
+    if file is None or (other := other_model(file, config.sequence)) is None:
+        return None
+    named = replace(config, model=f"{config.model}:{other.name}", sequence=other.sequence)
+    module, build = _built(named.model, other.build)
+    task = _task(named, build, other.batch, rows)
+    return _made_aside(replace(task, identity=identity_of(module, *_rates(config))), config)
+
+
+def _made_aside(task: TrainingTask, config: TrainConfig) -> TrainingTask:
+    """The task of a model of transformers, which is made in host memory, or read from files slice by slice."""
     read = config.pretrained and Path(config.model).is_dir() and any(Path(config.model).glob("*.safetensors"))
-    identity = identity and f"{identity}, values from files: {read}"
-    return replace(task, loss_chunk=LOSS_CHUNK, made_aside="from files" if read else "whole", identity=identity)
+    identity = task.identity and f"{task.identity}, values from files: {read}"
+    return replace(task, made_aside="from files" if read else "whole", identity=identity)
 
 
-def own_task(config: TrainConfig, rows: int, batch_of: str | None = None) -> TrainingTask:
+def own_task(config: TrainConfig, rows: int, batch_of: str | None = None, sequence: int | None = None) -> TrainingTask:
     """The task of training the module that a function of the user's code returns.
 
     Args:
@@ -58,6 +88,7 @@ def own_task(config: TrainConfig, rows: int, batch_of: str | None = None) -> Tra
         rows: of one step, over all data ranks.
         batch_of: the name of a function from a number of rows to a batch as the engine takes it; by default `batch` of
             the model's file. A language model with the arguments of the built-in one or of transformers needs none.
+        sequence: tokens of a row of such batches; by default a row counts as one.
 
     Raises:
         ModelError: a function that cannot be imported, that fails, or that makes no module; no batch.
@@ -66,18 +97,7 @@ def own_task(config: TrainConfig, rows: int, batch_of: str | None = None) -> Tra
     assert code is not None, config.model
     factory = import_code(code)
     check_arguments(config.model, factory)
-    with fakes():
-        build: Callable[[], Any] = partial(_on_meta, factory)
-        try:
-            module = build()
-        except Exception:
-            build = factory  # it reads values or moves to a device; the planner's tensors have no values
-            module = _called(config.model, factory)
-        if not isinstance(module, nn.Module):
-            raise ModelError(
-                f"{config.model} returned {type(module).__name__}; it must return an nn.Module when it is called "
-                f"without arguments"
-            )
+    module, build = _built(config.model, factory)
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise ModelError(f"{config.model} has no parameter to train; make a model with some of requires_grad=True")
     hugging_face = takes_tokens(module) if batch_of is None else None
@@ -91,7 +111,8 @@ def own_task(config: TrainConfig, rows: int, batch_of: str | None = None) -> Tra
             f"{config.model} makes a {type(module).__name__}, whose batches are not known; name a function of a "
             f"number of rows that makes one, such as --batch-of {config.model.partition(':')[0]}:{BATCH}"
         )
-    return replace(_task(config, build, batch, rows), identity=identity_of(module, batch, *_rates(config)))
+    task = _task(replace(config, sequence=sequence or 1), build, batch, rows)
+    return replace(task, identity=identity_of(module, batch, *_rates(config)))
 
 
 def batches_of(code: Code, named: str | None) -> Callable[[int], Any] | None:
@@ -128,9 +149,46 @@ def _tokens(built: BuiltModel, sequence: int, rows: int) -> dict[str, torch.Tens
     return built.batch(torch.zeros(rows, sequence + 1, dtype=torch.long))
 
 
+def _built(name: str, factory: Callable[[], Any]) -> tuple[nn.Module, Callable[[], nn.Module]]:
+    """A model without values, and the function that made it.
+
+    Raises:
+        ModelError: the factory fails, or makes no module.
+    """
+    with fakes():
+        build: Callable[[], Any] = partial(_on_meta, factory)
+        try:
+            module = build()
+        except Exception:
+            build = factory  # it reads values or moves to a device; the planner's tensors have no values
+            module = _called(name, factory)
+        if isinstance(module, nn.Module) and not _fills_itself(module):
+            build = partial(_on_host, build)
+    if not isinstance(module, nn.Module):
+        raise ModelError(
+            f"{name} returned {type(module).__name__}; it must return an nn.Module when it is called without arguments"
+        )
+    return module, build
+
+
 def _on_meta(factory: Callable[[], nn.Module]) -> nn.Module:
     with torch.device("meta"):
         return factory()
+
+
+def _on_host(build: Callable[[], nn.Module]) -> nn.Module:
+    """The model in host memory, under `fakes` without values."""
+    return zeroed_copy(build(), "cpu")
+
+
+def _fills_itself(model: nn.Module) -> bool:
+    """Whether every module with tensors on the meta device has a function that gives them values."""
+    for module in model.modules():
+        own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        named = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+        if named is None and any(tensor.is_meta for tensor in own):
+            return False
+    return True
 
 
 def _called(name: str, factory: Callable[[], nn.Module]) -> nn.Module:

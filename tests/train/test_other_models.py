@@ -1,0 +1,169 @@
+"""Configurations of models that are no causal language models: their classes, their batches, and their plans."""
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zeroshard as zs
+from zeroshard.cli.main import main
+from zeroshard.errors import ModelError
+from zeroshard.train.config import TrainConfig
+from zeroshard.train.other_models import other_model
+from zeroshard.train.task import language_task, other_task
+
+transformers = pytest.importorskip("transformers")
+TEXT = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24, "vocab_size": 300}
+T5 = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2, "vocab_size": 300}
+BART = {"d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2, "vocab_size": 300,
+        "decoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "max_position_embeddings": 48,
+        "pad_token_id": 1, "eos_token_id": 2}  # fmt: skip
+IMAGE = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,
+         "image_size": 32, "patch_size": 8}  # fmt: skip
+SOUND = {
+    "num_mel_bins": 8,
+    "max_source_positions": 12,
+    "max_target_positions": 10,
+    "decoder_start_token_id": 2,
+    "bos_token_id": 2,
+    "max_length": None,
+}
+SWIN = {"image_size": 32, "patch_size": 4, "embed_dim": 8, "depths": [1, 1], "num_heads": [1, 2], "window_size": 4}
+CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...], int]] = {  # its labels' shape follows from the sequence
+    "T5ForConditionalGeneration": ("T5Config", T5, ("input_ids", "labels"), 20),
+    "BartForConditionalGeneration": ("BartConfig", BART, ("input_ids", "labels"), 20),
+    "BertForMaskedLM": ("BertConfig", TEXT, ("input_ids", "labels"), 20),
+    "BertForSequenceClassification": ("BertConfig", TEXT, ("input_ids", "labels"), 20),
+    "DebertaV2ForSequenceClassification": ("DebertaV2Config", TEXT | {"num_labels": 1}, ("input_ids", "labels"), 20),
+    "BertForTokenClassification": ("BertConfig", TEXT, ("input_ids", "labels"), 20),
+    "BertForQuestionAnswering": ("BertConfig", TEXT, ("input_ids", "start_positions", "end_positions"), 20),
+    "ViTForImageClassification": ("ViTConfig", IMAGE | {"num_channels": 1}, ("pixel_values", "labels"), 16),
+    "SwinForImageClassification": ("SwinConfig", SWIN, ("pixel_values", "labels"), 1),
+    "WhisperForConditionalGeneration": ("WhisperConfig", BART | SOUND, ("input_features", "labels"), 10),
+    "ASTForAudioClassification": (
+        "ASTConfig", IMAGE | {"num_mel_bins": 16, "max_length": 32}, ("input_values", "labels"), 20,
+    ),
+    "CLIPModel": (
+        "CLIPConfig",
+        {"text_config": TEXT | {"max_position_embeddings": 12}, "vision_config": IMAGE},
+        ("input_ids", "pixel_values", "return_loss"), 12,
+    ),
+}  # fmt: skip
+
+
+def written(folder: Path, name: str, kind: str, settings: dict[str, Any]) -> Path:
+    """The file of a configuration that names a class."""
+    getattr(transformers, kind)(architectures=[name], **settings).save_pretrained(folder)
+    return folder / "config.json"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_batch_of_a_configuration_trains_its_class(tmp_path: Path, name: str) -> None:
+    """A step with real values has a finite loss, and every parameter but unused ones gets a gradient."""
+    kind, settings, keys, sequence = CASES[name]
+    found = other_model(written(tmp_path, name, kind, settings), 20)
+    assert found is not None and found.name == name and found.sequence == sequence
+    batch = found.batch(3)
+    assert tuple(batch) == keys
+    assert all(len(value) == 3 for value in batch.values() if isinstance(value, torch.Tensor))
+    torch.manual_seed(0)
+    model = found.build()
+    assert type(model).__name__ == name
+    loss = model(**batch).loss
+    assert torch.isfinite(loss)
+    loss.backward()
+    without = [path for path, parameter in model.named_parameters() if parameter.grad is None]
+    assert len(without) < 4, without
+
+
+@pytest.mark.parametrize(
+    "name, kind, settings",
+    [
+        ("GPT2LMHeadModel", "GPT2Config", {"n_embd": 16, "n_head": 2, "n_layer": 2}),  # a causal language model
+        ("BertModel", "BertConfig", TEXT),  # has no loss
+        ("Wav2Vec2ForCTC", "Wav2Vec2Config", {}),  # its loss reads values of labels
+        ("SegformerForSemanticSegmentation", "SegformerConfig", {}),  # labels of another shape
+        ("MineForMaskedLM", "BertConfig", TEXT),  # no class of transformers
+    ],
+)
+def test_other_classes_are_left_to_the_usual_way(tmp_path: Path, name: str, kind: str, settings: Any) -> None:
+    file = written(tmp_path, name, kind, settings)
+    assert other_model(file, 20) is None
+    assert other_task(TrainConfig(model=str(file), tokenizer="bytes"), 4) is None
+
+
+def test_rows_are_no_longer_than_tables_of_positions(tmp_path: Path) -> None:
+    found = other_model(written(tmp_path, "BartForConditionalGeneration", "BartConfig", BART), 1024)
+    assert found is not None and found.sequence == 48
+
+
+@pytest.mark.parametrize("name", ["T5ForConditionalGeneration", "ViTForImageClassification"])
+def test_a_plan_is_printed_as_python_alone(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """`zeroshard train` has no such model, so there is no command to copy; and the file of the plan is for zs.Plan."""
+    kind, settings, _, sequence = CASES[name]
+    written(tmp_path, name, kind, settings)
+    words = ["--gpu", "A100-80", "--sequence", "20", "--json", "--out", str(tmp_path / "best.toml")]
+    main(["plan", "--model", str(tmp_path), *words])
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["plans"] and "zeroshard train" not in json.dumps(answer)
+    plan = zs.Plan.from_dict(tomllib.loads((tmp_path / "best.toml").read_text()))
+    assert plan.precision == "bf16"
+    task = other_task(TrainConfig(model=str(tmp_path), tokenizer="bytes", sequence=20), 4)
+    assert task is not None and task.name == f"{tmp_path}:{name}" and task.sequence == sequence
+
+
+def test_the_whole_of_an_encoder_decoder_is_planned(tmp_path: Path) -> None:
+    """transformers' causal language model of such a configuration is its decoder alone."""
+    name = "BartForConditionalGeneration"
+    file = written(tmp_path, name, "BartConfig", BART)
+    config = TrainConfig(model=str(file), tokenizer="bytes", sequence=20)
+    task = other_task(config, 4)
+    assert task is not None
+    whole = sum(
+        p.numel() for p in transformers.BartForConditionalGeneration(transformers.BartConfig(**BART)).parameters()
+    )
+    assert task.facts.parameters == whole > language_task(config, 4).facts.parameters
+
+
+def test_models_without_batches_are_refused_with_the_way_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written(tmp_path, "SegformerForSemanticSegmentation", "SegformerConfig", {})
+    with pytest.raises(SystemExit):
+        main(["plan", "--model", str(tmp_path), "--gpu", "A100-80"])
+    assert "configures no causal language model; make the model by code of your own" in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_configuration_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "unheard of"}')
+    assert other_model(tmp_path / "config.json", 20) is None
+    with pytest.raises(ModelError, match="transformers cannot build"):
+        language_task(TrainConfig(model=str(tmp_path), tokenizer="bytes"), 4)
+
+
+MINE = """
+import torch
+import transformers
+
+
+def model():
+    return transformers.ViTForImageClassification(transformers.ViTConfig(**{settings}))
+
+
+def batch(rows):
+    return dict(pixel_values=torch.zeros(rows, 3, 32, 32), labels=torch.zeros(rows, dtype=torch.long))
+"""
+
+
+def test_code_of_the_user_may_make_modules_without_initialisers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its tensors are made on the host; a row of its batches counts as one token, so no share of the peak is told."""
+    (tmp_path / "mine.py").write_text(MINE.replace("{settings}", repr(IMAGE)))
+    main(["plan", "--model", str(tmp_path / "mine.py"), "--gpu", "A100-80"])
+    said = capsys.readouterr().out
+    assert "4 rows per step, each counted as a token" in said
+    assert " rows/s." in said and "MFU" not in said and "zs.Plan(" in said
