@@ -2,15 +2,21 @@
 
 import json
 import tomllib
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from planner.predict.test_shallow import ALONE
+from planner.rehearsed import run_peak
+from selection import by_default
 
 import zeroshard as zs
 from zeroshard.cli.main import main
 from zeroshard.errors import ModelError
+from zeroshard.planner.predict.predict import predict
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.other_models import other_model
 from zeroshard.train.task import language_task, other_task
@@ -100,7 +106,9 @@ def test_rows_are_no_longer_than_tables_of_positions(tmp_path: Path) -> None:
     assert found is not None and found.sequence == 48
 
 
-@pytest.mark.parametrize("name", ["T5ForConditionalGeneration", "ViTForImageClassification"])
+@pytest.mark.parametrize(
+    "name", by_default(["T5ForConditionalGeneration", "ViTForImageClassification"], "ViTForImageClassification")
+)
 def test_a_plan_is_printed_as_python_alone(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """`zeroshard train` has no such model, so there is no command to copy; and the file of the plan is for zs.Plan."""
     kind, settings, _, sequence = CASES[name]
@@ -167,3 +175,19 @@ def test_code_of_the_user_may_make_modules_without_initialisers(
     said = capsys.readouterr().out
     assert "4 rows per step, each counted as a token" in said
     assert " rows/s." in said and "MFU" not in said and "zs.Plan(" in said
+
+
+@pytest.mark.parametrize(
+    "name", by_default(["T5ForConditionalGeneration", "ViTForImageClassification", "BertForMaskedLM"],
+                       "T5ForConditionalGeneration")
+)  # fmt: skip
+def test_peaks_are_those_of_runs(tmp_path: Path, name: str) -> None:
+    """The planned peak of a step is that of a run, as torch's profiler counts it."""
+    kind, settings, *_ = CASES[name]
+    file = written(tmp_path, name, kind, settings)
+    task = other_task(TrainConfig(model=str(file), tokenizer="bytes", sequence=20), 8)
+    assert task is not None
+    optimizer = partial(torch.optim.AdamW, lr=1e-3)
+    task, plan = replace(task, optimizer=optimizer, host_optimizer=None, whole_model=False), zs.Plan(precision="bf16")
+    predicted = predict(task, plan, ALONE, 8)
+    assert predicted.peak_bytes == pytest.approx(run_peak(task, plan, 8), rel=0.005)
