@@ -145,6 +145,16 @@ def test_a_skip_is_received_as_early_as_its_source_is_ahead() -> None:
     assert done == [10 - 3 * lower.LOOKAHEAD, 10 - 2 * lower.LOOKAHEAD, 10 - lower.LOOKAHEAD]
 
 
+def test_nothing_comes_back_of_values_without_a_gradient() -> None:
+    layout, skips = Layout.equal(4), [Skip(0, 2), Skip(0, 3)]
+    first, last = (
+        words(lower.with_messages(parsed(f"F{n}.0@0 B{n}.0@0"), layout, n, skips=skips, one_way=skips[1:]))
+        for n in (0, 3)
+    )
+    assert first == ("RECV_B0.0@0<2 RECV_B0.0@0<1 F0.0@0 SEND_F0.0@0>1 SEND_F0.0@0>2 SEND_F0.0@0>3 B0.0@0")
+    assert last == "RECV_F3.0@0<0 RECV_F3.0@0<2 F3.0@0 B3.0@0 SEND_B3.0@0>2"
+
+
 @pytest.mark.parametrize("name", sorted(FLUSHING))
 @pytest.mark.parametrize("d, v", list(itertools.product((1, 2, 3, 4), (1, 2))))
 def test_every_boundary_between_ranks_has_its_messages(name: str, d: int, v: int) -> None:

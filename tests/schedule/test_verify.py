@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from hypothesis import assume, event, given, settings
@@ -62,8 +63,11 @@ def pipelines(draw: st.DrawFn, most: int = 6) -> PipelineSchedule:
     sync = name == "pipedream" and draw(st.booleans())
     every = [Skip(a, b) for a in range(layout.all_chunks) for b in range(a + 2, min(a + d, layout.all_chunks))]
     skips = tuple(sorted(draw(st.sets(st.sampled_from(every), max_size=5)))) if every else ()
+    one_way = tuple(skip for skip in skips if draw(st.booleans()))
     try:
-        return PipelineSchedule(name, layout, m, sync, draw(st.booleans()), loans, skips=skips)
+        plain = PipelineSchedule(name, layout, m, sync, draw(st.booleans()), loans)
+        near = {skip for skip in skips if skip.target - skip.source <= plain.farthest}
+        return replace(plain, skips=tuple(sorted(near)), one_way=tuple(sorted(near.intersection(one_way))))
     except PlanError:
         assume(False)
         raise
@@ -77,6 +81,25 @@ def test_every_pipeline_is_accepted(pipeline: PipelineSchedule, steps: int, gath
     if gathers and not pipeline.streams:  # streams keep whole versions of the weights, so plans refuse them at stage 3
         lists = [with_gathers(actions) for actions in lists]
     verify(lists)
+
+
+@pytest.mark.parametrize("replicas", [(1,) * 5, (1, 1, 2, 2), (2, 3, 3, 3), (3, 3, 2, 2)])
+def test_a_stream_takes_messages_as_far_as_it_says(replicas: tuple[int, ...]) -> None:
+    layout = Layout(replicas)
+    for m in range(math.lcm(*replicas), 13, math.lcm(*replicas)):
+        plain = PipelineSchedule("pipedream", layout, m)
+        for a, b in itertools.combinations(range(len(replicas)), 2):
+            if 1 < b - a <= plain.farthest:
+                verify(replace(plain, skips=(Skip(a, b),)).stretch(3))
+
+
+@pytest.mark.parametrize("stages, m, loans, skip", [(3, 1, (), Skip(0, 2)), (4, 9, (Loan(0, 3),), Skip(0, 3))])
+def test_messages_of_a_stream_that_go_further_block(stages: int, m: int, loans: tuple[Loan, ...], skip: Skip) -> None:
+    pipeline = PipelineSchedule("pipedream", Layout.equal(stages), m, loans=loans)
+    assert pipeline.farthest == 1
+    verify(pipeline.stretch(3))
+    with pytest.raises(PlanError, match="No rank can go on"):
+        verify(replace(pipeline, skips=(skip,)).stretch(3))
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,8 @@ class Skip(NamedTuple):
     [Note: skips] A value goes from its chunk to the next one that reads it, and from there on to the next; chunks
     between them get nothing. One rank that holds both keeps it. The target is the first chunk after the source on its
     stage, so that the chunk and the peer of an action name the message; what a later chunk of that stage reads waits
-    there. Between two ranks all messages of one direction pass over equally many chunks, so that both ends have them
-    in one order.
+    there. A gradient comes back the same way, if the values have one. Between two ranks all messages of one direction
+    pass over equally many chunks, so that both ends have them in one order.
     """
 
     source: int
@@ -142,7 +142,12 @@ def with_lending(schedule: Schedule, chunk: int, borrower: int, every: int = 1) 
 
 
 def with_messages(
-    schedule: Schedule, layout: Layout, rank: int, lookahead: int = LOOKAHEAD, skips: Sequence[Skip] = ()
+    schedule: Schedule,
+    layout: Layout,
+    rank: int,
+    lookahead: int = LOOKAHEAD,
+    skips: Sequence[Skip] = (),
+    one_way: Sequence[Skip] = (),
 ) -> Schedule:
     """Send every output that another rank needs right after it is made; post its receive ahead of its use.
 
@@ -150,10 +155,16 @@ def with_messages(
         lookahead: compute actions by which a receive buffer is ready before its use, times the number of chunks from
             the source to the target: so much further the source is in its list.
         skips: the messages that pass over chunks.
+        one_way: those of them that bring no gradient back.
     """
+    back = [skip for skip in skips if skip not in one_way]
     for distance in sorted({target - source for source, target in skips}, reverse=True):
-        alike = [skip for skip in skips if skip.target - skip.source == distance]
-        needs = {n: _receives(a, layout, rank, alike) for n, a in enumerate(schedule) if a.kind in COMPUTE}
+        alike, behind = ([skip for skip in each if skip.target - skip.source == distance] for each in (skips, back))
+        needs = {
+            n: _receives(a, layout, rank, alike if a.kind is Kind.FORWARD else behind)
+            for n, a in enumerate(schedule)
+            if a.kind in COMPUTE
+        }
         schedule = _ahead(schedule, needs, lookahead * distance)
     needs = {n: _receives(a, layout, rank) for n, a in enumerate(schedule) if a.kind in COMPUTE}
     lowered: Schedule = []
@@ -161,7 +172,7 @@ def with_messages(
         lowered.append(action)
         if action.kind in COMPUTE:
             lowered += _sends(action, layout, rank)
-            lowered += _sends(action, layout, rank, skips) if skips else ()
+            lowered += _sends(action, layout, rank, skips if action.kind is Kind.FORWARD else back) if skips else ()
     return lowered
 
 

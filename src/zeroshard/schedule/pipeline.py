@@ -35,6 +35,7 @@ class PipelineSchedule:
         loans: weights that two chunks share.
         gathers: gather the chunks for use (ZeRO 3).
         skips: messages that pass over chunks ([Note: skips]).
+        one_way: those of them whose values have no gradient, so that none comes back.
 
     Raises:
         PlanError: settings that do not fit together.
@@ -48,6 +49,7 @@ class PipelineSchedule:
     loans: tuple[Loan, ...] = field(default=())
     gathers: bool = False
     skips: tuple[Skip, ...] = field(default=())
+    one_way: tuple[Skip, ...] = field(default=())
 
     def __post_init__(self) -> None:
         check(self.name, self.layout, self.microbatches)
@@ -170,6 +172,20 @@ class PipelineSchedule:
         return self.microbatches // self.layout.replicas[self.layout.stage_of(rank)] if uneven else self.microbatches
 
     @property
+    def farthest(self) -> int:
+        """The most chunks that a message goes on so that no send waits for a send.
+
+        PipeDream posts a receive in the step of its microbatch, which is too late for a source that is further ahead;
+        where stages lend weights to each other, for every source but the neighbour.
+        """
+        if self.name != "pipedream":
+            return self.layout.all_chunks
+        if self.loans:
+            return 1
+        uneven = self.layout.uneven
+        return max(1, self.microbatches // max(self.layout.replicas) - 1 if uneven else self.microbatches)
+
+    @property
     def _lookahead(self) -> int:
         """Computes by which receives are posted ahead of their use, so that no send waits for a send.
 
@@ -208,7 +224,8 @@ class PipelineSchedule:
                     actions = lower.with_borrowing(actions, loan.borrower, peer, wanted, posted, made)
                 else:
                     actions = lower.with_lending(actions, loan.owner, peer, every)
-        return lower.with_messages(self._numbered(actions, rank), layout, rank, self._lookahead, self.skips)
+        actions = self._numbered(actions, rank)
+        return lower.with_messages(actions, layout, rank, self._lookahead, self.skips, self.one_way)
 
     def _numbered(self, actions: Schedule, rank: int) -> Schedule:
         replicas, own = self.layout.replicas[self.layout.stage_of(rank)], self.layout.replica_of(rank)
