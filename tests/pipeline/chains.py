@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from zeroshard.pipeline.cut.bypass import Bypass, SentValues
 from zeroshard.pipeline.cut.chain import Chain
+from zeroshard.schedule.lower import Skip
 
 Run = Callable[[nn.Module, Any], Any]
 Outcome = tuple[Tensor, dict[str, Tensor]]  # the loss, and gradients by name
@@ -34,12 +35,17 @@ def whole(model: nn.Module, batch: Any, run: Run = call) -> Outcome:
     return loss.detach(), gradients(model)
 
 
-def in_parts(chain: Chain, batch: Any, model: nn.Module, firsts: Sequence[int], run: Run = call) -> Outcome:
-    """Parts that begin at layers `firsts`, one after the other, with detached tensors between them."""
+def in_parts(
+    chain: Chain, batch: Any, model: nn.Module, firsts: Sequence[int], run: Run = call, stages: int | None = None
+) -> Outcome:
+    """Parts that begin at layers `firsts`, one after the other, with detached tensors between them.
+
+    Args:
+        stages: stages that hold the parts in turn; by default each has one.
+    """
     model.zero_grad()
     torch.manual_seed(7)
-    stages = [(chain, model)] * len(firsts)
-    loss = _through(stages, firsts, batch, run)
+    loss = _through([(chain, model)] * len(firsts), firsts, batch, run, stages)
     return loss, gradients(model)
 
 
@@ -68,27 +74,42 @@ def on_stages(
     return loss, total
 
 
-def _through(stages: Sequence[tuple[Chain, nn.Module]], firsts: Sequence[int], batch: Any, run: Run) -> Tensor:
-    ends = [*firsts[1:], len(stages[0][0].layers)]
+def _through(
+    parts: Sequence[tuple[Chain, nn.Module]], firsts: Sequence[int], batch: Any, run: Run, stages: int | None = None
+) -> Tensor:
+    ends, stages = [*firsts[1:], len(parts[0][0].layers)], stages or len(firsts)
     entered: list[Tensor | None] = [None]
     left: list[Tensor] = []
-    bypass = Bypass()
-    for (chain, model), first, last in zip(stages, firsts, ends, strict=True):
+    sent: dict[Skip, Tensor] = {}
+    for number, ((chain, model), first, last) in enumerate(zip(parts, firsts, ends, strict=True)):
         forward = lambda model=model: run(model, batch)  # type: ignore[misc]  # noqa: E731
+        chain.crossing.route([*firsts, ends[-1]], stages, chain.carried.reach if chain.carried.needed else ())
+        bypass = Bypass()
         if first:
-            standin, expected = chain.boundary(first, forward), Bypass()
+            standin = chain.boundary(first, forward)
             assert (standin.shape, standin.dtype) == (left[-1].shape, left[-1].dtype)
             entered.append(left[-1].detach().requires_grad_())
-            chain.run_standing_in(first, first, forward, expected)
-            slots = SentValues.of(chain.beside(first), expected.known)
-            bypass = Bypass(slots.unpack(slots.pack(bypass.known, left[-1].device)))
+            for hop, values in messages_beside(chain, first, forward).items():
+                if hop.target == number:
+                    bypass.known |= values.unpack(sent.pop(hop))
         left.append(chain.run(first, last, forward, entered[-1], bypass=bypass))
+        for hop, values in messages_beside(chain, last, forward).items() if last < ends[-1] else ():
+            if hop.source == number:
+                sent[hop] = values.pack(bypass.known, left[-1].device)
+    assert not sent
     gradient = None
     for output, hidden in zip(reversed(left), reversed(entered), strict=True):
         if output.requires_grad:
             output.backward(gradient)
         gradient = None if hidden is None else torch.zeros_like(hidden) if hidden.grad is None else hidden.grad
     return left[-1].detach()
+
+
+def messages_beside(chain: Chain, boundary: int, forward: Callable[[], Any]) -> dict[Skip, SentValues]:
+    """The messages of values beside the activation that begin or end at a boundary, or pass over it."""
+    known = Bypass()
+    chain.run_standing_in(boundary, boundary, forward, known)
+    return {hop: SentValues.of(groups, known.known) for hop, groups in chain.crossing.routes.items()}
 
 
 def _remove(chain: Chain, first: int, last: int) -> None:

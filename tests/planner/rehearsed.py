@@ -84,6 +84,47 @@ def around() -> nn.Module:
         return Around()
 
 
+class Kinds(nn.Module):
+    """An embedding that returns integers beside the hidden states: those that count, and kinds of tokens."""
+
+    def __init__(self, shape: GPTConfig) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.empty(shape.vocabulary, shape.width))
+
+    def reset_parameters(self) -> None:
+        """Small random values."""
+        nn.init.normal_(self.table, std=0.02)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The hidden states, and both integers."""
+        return self.table[tokens], (tokens > 3).long(), tokens % 2
+
+
+class Late(nn.Module):
+    """What counts is read by the loss alone, and the kinds after the second block and after the last."""
+
+    def __init__(self, shape: GPTConfig = SHAPE) -> None:
+        super().__init__()
+        sizes = shape.width, shape.heads, 2 * shape.width, 0.0
+        self.embed = Kinds(shape)
+        self.blocks = nn.ModuleList([nn.TransformerEncoderLayer(*sizes, batch_first=True) for _ in range(4)])
+        self.head = nn.Linear(shape.width, shape.vocabulary)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """The mean cross entropy of the tokens that count."""
+        hidden, counts, kinds = self.embed(tokens)
+        hidden = self.blocks[1](self.blocks[0](hidden)) * (1 + kinds[..., None])
+        hidden = self.blocks[3](self.blocks[2](hidden)) * (1 + kinds[..., None])
+        losses = nn.functional.cross_entropy(self.head(hidden).transpose(1, 2), targets, reduction="none")
+        return (losses * counts).mean()
+
+
+def late() -> nn.Module:
+    """A small model with values without a gradient that few stages read, on the meta device."""
+    with torch.device("meta"):
+        return Late()
+
+
 def tokens(rows: int, shape: GPTConfig = SHAPE) -> dict[str, Tensor]:
     """So many rows of text."""
     drawn = torch.randint(shape.vocabulary, (rows, shape.context))

@@ -74,6 +74,11 @@ class Pipeline:
         return self.stages * self.virtual_stages
 
     @property
+    def least_ranks(self) -> int:
+        """The ranks of one replica of each stage, or of the given numbers of them."""
+        return sum(self.replicas or (1,) * self.stages)
+
+    @property
     def cuts(self) -> bool:
         """Whether the model is cut into several stages."""
         return self.stages > 1

@@ -7,7 +7,7 @@ import time
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
 from itertools import zip_longest
@@ -303,7 +303,7 @@ def make_stage(model: nn.Module, cut: Cut, mesh: Mesh, example: Any, run: Run) -
     if stage.loans:
         _refuse_loans(stage)
         stage.pipeline = cut.schedule(mesh.ranks, tuple(stage.loans))
-    stage.pipeline = replace(stage.pipeline, skips=tuple(chain.carried.route(firsts, layout.stages)))
+    stage.pipeline = chain.route(firsts, stage.pipeline)
     if world.on_accelerator or mesh.platform.imitates:
         kinds = {"neighbours": True, "wraps": layout.chunks > 1, "loans": bool(stage.loans)}
         world.message_groups.separate([kind for kind, needed in kinds.items() if needed])

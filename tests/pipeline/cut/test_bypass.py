@@ -16,6 +16,7 @@ import zeroshard as zs
 from zeroshard.errors import BatchError, ModelError
 from zeroshard.pipeline.cut.bypass import Bypass, SentValues
 from zeroshard.pipeline.cut.chain import Chain
+from zeroshard.schedule import Layout, PipelineSchedule
 
 SCHEDULES: list[tuple[str, int, str]] = [
     ("naive", 1, "off"),
@@ -238,7 +239,9 @@ def pass_on(model: nn.Module) -> None:
     bypass, expected = Bypass(), Bypass()
     hidden = chain.run(0, 2, lambda: model(*ones(3)), bypass=bypass)
     chain.run_standing_in(2, 2, lambda: model(*ones(1)), expected)
-    SentValues.of(chain.crossing.at(2), expected.known).pack(bypass.known, hidden.device)
+    chain.route([0, 2, 4], PipelineSchedule("gpipe", Layout.equal(2), 1))
+    for groups in chain.crossing.routes.values():
+        SentValues.of(groups, expected.known).pack(bypass.known, hidden.device)
     chain.run(2, 4, lambda: model(*ones(3)), hidden.detach())
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from planner.rehearsed import around, pair, run, task, tokens
+from planner.rehearsed import around, late, pair, run, task, tokens
 from pool import Pool
 from selection import by_default
 from torch import nn
@@ -92,12 +92,15 @@ def test_states_and_traffic_to_the_byte_and_the_peak(pool: Pool, case: tuple[int
             assert found.peak_bytes == pytest.approx(real[rank]["peak"], rel=near)
 
 
-@pytest.mark.parametrize("build, split", [(pair, ("encoder.1", "decoder.1")), (around, ("blocks.2", "blocks.3"))])
+@pytest.mark.parametrize(
+    "build, split",
+    [(pair, ("encoder.1", "decoder.1")), (around, ("blocks.2", "blocks.3")), (late, ("blocks.2", "blocks.3"))],
+)
 @pytest.mark.parametrize("schedule, recompute", [("1f1b", "off"), ("gpipe", "blocks")])
 def test_values_that_are_carried_beside_an_activation(
     pool: Pool, build: Callable[[], nn.Module], split: tuple[str, ...], schedule: str, recompute: str
 ) -> None:
-    """The encoder's output goes to each stage of the decoder, a skip over a stage: messages to the element."""
+    """The encoder's output goes to each stage of the decoder, a skip and a mask over a stage: to the element."""
     plan = {"pipeline_parallel": 3, "pipeline_parallel.split": split, "recompute": recompute}
     plan |= {"pipeline_parallel.schedule": schedule, "microbatches": 4, "zero": 0}
     real = pool.run(run, 3, plan, "adamw", 8, 6, build)
@@ -120,6 +123,13 @@ def test_sentences_about_what_crosses_each_boundary() -> None:
         "Before blocks.2: one activation with gradients (blocks.1).",
         "Before blocks.3: one activation with gradients (add after 3 blocks); one activation with gradients (blocks.0) "
         "directly from stage 0.",
+    ]
+    plan = zs.Plan(pipeline_parallel=zs.Pipeline(4, split=("blocks.1", "blocks.2", "blocks.3")))
+    assert boundaries_of(task(build=late), plan) == [
+        "Before blocks.1: one activation with gradients; values without a gradient of embed.",
+        "Before blocks.2: one activation with gradients.",
+        "Before blocks.3: one activation with gradients; values without a gradient of embed directly from stage 1; "
+        "values without a gradient of embed directly from stage 0.",
     ]
     plan = zs.Plan(pipeline_parallel=zs.Pipeline(2, split=("blocks.2",)))
     assert boundaries_of(task(), plan) == ["Before blocks.2: one activation with gradients."]

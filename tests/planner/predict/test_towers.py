@@ -118,8 +118,9 @@ def crossings(seed: int) -> list[Any]:
     """All that would cross each boundary of an odd model."""
     model, example = OddModel(seed), odd_batch(1, 2)
     chain = Chain(model, lambda: model(*example), model.units)
-    layers = range(len(chain.layers))
-    return [chain.carried.plain(), [(sorted(chain.carried.at(layer)), chain.beside(layer)) for layer in layers]]
+    carried = chain.carried.reach if chain.carried.needed else {}
+    beside = [group for group in chain.crossing.groups if not any(source in carried for source, *_ in group)]
+    return [chain.carried.plain(), [sorted(chain.carried.at(n)) for n in range(len(chain.layers))], beside]
 
 
 @pytest.mark.parametrize("seed", by_default(range(40), *range(12)))

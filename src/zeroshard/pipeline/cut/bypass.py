@@ -1,12 +1,14 @@
 """Values sent between stages beside the activation ([Note: values beside the activation]), and their message.
 
-Both ends have the list of a boundary's values from the probe, and their shapes from placeholders; so one message of
-bytes holds all of them.
+Both ends have the list of a message's values from the probe, and their shapes from placeholders; so one message of
+bytes holds all that one chunk sends to another. A value goes from its chunk to the next that reads it, and on from
+there ([Note: skips]).
 """
 
 import math
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,8 +17,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from zeroshard.errors import BatchError, ModelError
+from zeroshard.pipeline.cut.carried import hops_of
 from zeroshard.pipeline.cut.gates import Gate
 from zeroshard.pipeline.cut.origins import Aside, Origins, ReturnedValue
+from zeroshard.schedule.lower import Skip
 
 Absent = Callable[[Tensor], Tensor]
 ALIGNMENT = 16  # bytes at which each value of a message begins
@@ -28,55 +32,77 @@ class Crossing:
     """The sources that cross boundaries of a chain.
 
     Attributes:
-        groups: sources of one value, with the layer of each and the last layer that reads it (-1: all).
+        groups: sources of one value, with the layer of each and the later layers that read it.
+        routes: the groups in each message, by the chunks that send and get it.
         examples: their values in the example, for forwards that only compute shapes.
         asides: tensors that layers read but no module returned.
         leaves: by module and call, the number of values that a module returned in the example.
     """
 
-    groups: list[list[tuple[ReturnedValue, int, int]]] = field(default_factory=list)
+    groups: list[list[tuple[ReturnedValue, int, tuple[int, ...]]]] = field(default_factory=list)
+    routes: dict[Skip, list[tuple[ReturnedValue, ...]]] = field(default_factory=dict)
     examples: dict[ReturnedValue, Any] = field(default_factory=dict)
     asides: set[Aside] = field(default_factory=set)
     leaves: dict[tuple[str, int], int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, origins: Origins, blocks: set[str], overwritten: set[str]) -> "Crossing":
+    def of(cls, origins: Origins, end: int, overwritten: set[str]) -> "Crossing":
         """The crossing values of a probe's forward.
 
         Args:
-            blocks: names of the blocks; code around the blocks may read the outputs of other modules anywhere.
+            end: the number of the last layer.
             overwritten: names of modules whose outputs the code around them overwrites; each has a copy.
         """
-        groups: dict[ReturnedValue, list[ReturnedValue]] = {source: [source] for source in origins.last_read}
+        made = origins.layer_of
+        reads = {
+            source: {n for n in range(made[source] + 1, end + 1) if n in layers or math.inf in layers}
+            for source, layers in origins.reads.items()
+        }
+        groups: dict[ReturnedValue, list[ReturnedValue]] = {source: [source] for source in reads}
         examples: dict[ReturnedValue, Any] = {}
         for tensor, alike in origins.alike:
-            read = [source for source in alike if source in origins.last_read]
+            read = [source for source in alike if source in reads]
             together = [source for source in read if source.path not in overwritten]
             groups |= dict.fromkeys(together, together)
             if not tensor.is_meta:
                 examples |= dict.fromkeys(read, tensor.detach())
-            origins.last_read |= {source: math.inf for source in read if source.path not in blocks}
-        last = {source: -1 if layer == math.inf else int(layer) for source, layer in origins.last_read.items()}
+            passing = {made[source] for source in read if reads[source]}  # layers that return it as they got it
+            for source in read:
+                reads[source] |= {layer for layer in passing if layer > made[source]}
         unique = sorted({tuple(sorted(group)) for group in groups.values()})
-        named = [[(source, origins.layer_of[source], last[source]) for source in group] for group in unique]
-        crossing = [group for group in named if any(read < 0 or read > made for _, made, read in group)]
-        return cls(crossing, examples, origins.asides, origins.leaves)
+        named = [[(source, made[source], tuple(sorted(reads[source]))) for source in group] for group in unique]
+        crossing = [group for group in named if any(layers for _, _, layers in group)]
+        return cls(crossing, examples=examples, asides=origins.asides, leaves=origins.leaves)
 
     def plain(self) -> list[Any]:
         """The groups as JSON values."""
-        return [[[list(source), layer, last] for source, layer, last in group] for group in self.groups]
+        return [[[list(source), layer, list(reads)] for source, layer, reads in group] for group in self.groups]
 
     def follow(self, plain: list[Any]) -> None:
         """Replace the groups by another rank's."""
-        self.groups = [[(ReturnedValue(*source), layer, last) for source, layer, last in group] for group in plain]
+        self.groups = [
+            [(ReturnedValue(*source), layer, tuple(reads)) for source, layer, reads in group] for group in plain
+        ]
 
-    def at(self, boundary: int) -> list[tuple[ReturnedValue, ...]]:
-        """The groups that cross before a layer."""
-        crossing = (
-            tuple(s for s, layer, last in group if layer < boundary and (last < 0 or boundary <= last))
-            for group in self.groups
-        )
-        return [group for group in crossing if group]
+    def route(
+        self, firsts: Sequence[int], stages: int, carried: Collection[ReturnedValue], most: float = math.inf
+    ) -> None:
+        """Choose the messages of each value.
+
+        Args:
+            firsts: the first layer of every chunk, and one past the last layer.
+            carried: sources that go with gradients.
+            most: chunks from the source of a message to its target.
+        """
+        self.routes = {}
+        for group in self.groups:
+            together: dict[Skip, tuple[ReturnedValue, ...]] = {}
+            for source, made, reads in (each for each in group if each[0] not in carried):
+                own, *readers = dict.fromkeys(bisect_right(firsts, layer) - 1 for layer in (made, *reads))
+                for hop in hops_of(own, readers, stages, most):
+                    together[hop] = (*together.get(hop, ()), source)
+            for hop, sources in together.items():
+                self.routes.setdefault(hop, []).append(sources)
 
     def of_call(self, path: str, number: int) -> list[ReturnedValue]:
         """The sources in a module's output of one call."""
@@ -200,7 +226,7 @@ class SentValues(tuple[SentValue, ...]):
         start = 0
         for slot in self:
             value = known.get(slot.sources[0])
-            same = all(known.get(source) is value for source in slot.sources)
+            same = all(_equal(known.get(source), value) for source in slot.sources)
             if not same or _slot(slot.sources, value) != slot:
                 raise BatchError(
                     f"{slot.sources[0].path!r} returns {_description(value)} which a later stage reads, and that stage "
@@ -223,6 +249,13 @@ class SentValues(tuple[SentValue, ...]):
             known |= dict.fromkeys(slot.sources, value)
             start += _aligned(slot.nbytes)
         return known
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two values of one group are equal: one object, unless they came in several messages."""
+    if one is other or type(one) is not type(other):
+        return one is other
+    return torch.equal(one, other) if isinstance(one, Tensor) else bool(one == other)
 
 
 def _slot(sources: tuple[ReturnedValue, ...], value: Any) -> SentValue | None:

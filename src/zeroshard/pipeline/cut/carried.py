@@ -83,16 +83,17 @@ class Carried:
             layers = set(range(made + 1, end + 1) if math.inf in reads[key] else map(int, reads[key]))
             self.read(key, (layer for layer in layers if layer > made))
 
-    def route(self, firsts: Sequence[int], stages: int) -> list[Skip]:
+    def route(self, firsts: Sequence[int], stages: int, most: float = math.inf) -> list[Skip]:
         """Choose the messages of each value; returns those that pass over chunks from stage to stage.
 
         Args:
             firsts: the first layer of every chunk, and one past the last layer.
+            most: chunks from the source of a message to its target.
         """
         hops: dict[Skip, set[ReturnedValue]] = {}
         for key, (made, reads) in self.reach.items() if self.needed else ():
             own, *readers = dict.fromkeys(bisect_right(firsts, layer) - 1 for layer in (made, *reads))
-            for hop in _hops(own, readers, stages):
+            for hop in hops_of(own, readers, stages, most):
                 hops.setdefault(hop, set()).add(key)
         far = [hop for hop in hops if hop.target > hop.source + 1]
         if far:
@@ -432,15 +433,20 @@ def packed_shape(values: Sequence[Tensor]) -> tuple[tuple[int, ...], torch.dtype
     return (sum(value.numel() for value in values),), dtype
 
 
-def _hops(own: int, readers: Iterable[int], stages: int) -> Iterator[Skip]:
-    """The messages of a value of chunk `own` to the chunks that read it, in order ([Note: skips])."""
+def hops_of(own: int, readers: Iterable[int], stages: int, most: float = math.inf) -> Iterator[Skip]:
+    """The messages of a value of chunk `own` to the chunks that read it, in order ([Note: skips]).
+
+    Args:
+        most: chunks from the source of a message to its target; a chunk between them passes it on.
+    """
     holders = [own]
     for reader in readers:
         here = next((chunk for chunk in reversed(holders) if (reader - chunk) % stages == 0), None)
         if here is None:
             here = holders[-1] + (reader - holders[-1]) % stages
-            yield Skip(holders[-1], here)
-            holders.append(here)
+            while holders[-1] < here:
+                holders.append(int(min(here, holders[-1] + most)))
+                yield Skip(*holders[-2:])
         if here != reader:
             yield Skip(here, reader)
             holders.append(reader)

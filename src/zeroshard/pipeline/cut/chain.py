@@ -19,7 +19,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -42,9 +42,9 @@ from zeroshard.pipeline.cut.layers import (
     refuse_mixture,
     runs_in,
 )
-from zeroshard.pipeline.cut.origins import ReturnedValue
 from zeroshard.pipeline.cut.placeholders import Placeholders, stand_in, unsent, without_values
 from zeroshard.pipeline.cut.probe import BufferUses, Probe, RunsTwice, all_trainable, unchanged, without_weights
+from zeroshard.schedule import PipelineSchedule
 
 PREFIX, SUFFIX = "prefix", "suffix"
 Entered = Callable[[int, Tensor], None]  # the number of a layer, and the activation that enters it
@@ -201,10 +201,13 @@ class Chain:
             )
         return output
 
-    def beside(self, layer: int) -> list[tuple[ReturnedValue, ...]]:
-        """The groups of values without a gradient that cross before a layer."""
-        carried = self.carried.at(layer)
-        return [group for group in self.crossing.at(layer) if not carried.issuperset(group)]
+    def route(self, firsts: Sequence[int], pipeline: PipelineSchedule) -> PipelineSchedule:
+        """Choose the messages of all values; returns the schedule with those that pass over chunks."""
+        stages, most = pipeline.layout.stages, pipeline.farthest
+        learned = self.carried.route(firsts, stages, most)
+        self.crossing.route(firsts, stages, self.carried.reach if self.carried.needed else (), most)
+        far = {hop for hop in self.crossing.routes if (hop[1] - hop[0]) % stages and hop[1] > hop[0] + 1}
+        return replace(pipeline, skips=tuple(sorted({*learned, *far})), one_way=tuple(sorted(far.difference(learned))))
 
     def boundary(self, layer: int, forward: Callable[[], Any]) -> Tensor:
         """A placeholder (shape and dtype) of a layer's input for the microbatch of `forward`."""
@@ -416,9 +419,8 @@ class Chain:
             self._overwritten = {n + 1 for n, entered in enumerate(probe.entered) if entered._version}
             for gate, returned, version in probe.returned.values():
                 gate.overwritten |= returned._version > version
-            named = {self._paths[block] for block in self._numbers}
             overwritten = {gate.path for gate in self._gates if gate.overwritten}
-            self.crossing = Crossing.of(probe.origins, named, overwritten)
+            self.crossing = Crossing.of(probe.origins, len(layers) - 1, overwritten)
             by_key = probe.recomputed or calls > len(self._numbers)
             self.carried = probe.learned.carried(len(layers) - 1, by_key)
             self.carried.written |= {key for key in self.carried.reach if key.path in overwritten}

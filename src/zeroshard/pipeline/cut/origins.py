@@ -3,9 +3,9 @@
 [Note: values beside the activation] A stage skips the modules of earlier stages, but their outputs besides the
 activation (masks, ids, lengths) may be read later: by a block, by the code around the blocks, or by the loss. Such a
 value has no gradient; else the model is no chain. The probe follows every value through the operations of one forward,
-by its storage: a *source* is one value that a module returned, and it crosses each boundary between its own layer and
-the last layer that reads it, or a result of it without a gradient. A value read by Python (`item`, a condition, a loop
-over a list) can be used anywhere, so its sources cross all boundaries.
+by its storage: a *source* is one value that a module returned, and it goes to the layers that read it, or a result
+of it without a gradient. A value read by Python (`item`, a condition, a loop over a list), or from which the shape of a
+result follows (a mask as an index), can be used anywhere, so its sources go to all later layers.
 """
 
 import math
@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 INTO_PYTHON = ("tolist", "numpy", "__array__", "__dlpack__")  # not seen by the dispatcher
+MASKED = (torch.ops.aten.index, torch.ops.aten.masked_select)  # a mask among their arguments decides the shape
 SHAPES_ONLY = ("_like", "new_")  # names of operators that read only the shape
 METADATA = "prim"  # the namespace of questions about the device or layout of a tensor without values
 
@@ -55,8 +56,7 @@ class Origins(TorchDispatchMode):
     """Follows values through one forward; entered around it.
 
     Attributes:
-        last_read: by source, the last layer that reads it; infinite if Python read it.
-        reads: by source, the layers that read it; infinite likewise.
+        reads: by source, the layers that read it; infinite if Python read it.
         layer_of: by source, the layer of its module.
         alike: sources of one tensor, with the tensor.
         asides: tensors that reached other layers without being returned.
@@ -68,7 +68,6 @@ class Origins(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.last_read: dict[ReturnedValue, float] = {}
         self.reads: defaultdict[ReturnedValue, set[float]] = defaultdict(set)
         self.layer_of: dict[ReturnedValue, int] = {}
         self.alike: list[tuple[Tensor, list[ReturnedValue]]] = []
@@ -113,7 +112,7 @@ class Origins(TorchDispatchMode):
         if self._call is not None:
             yield None
             return
-        call = self._call = _Call(path, layer, set(map(_storage, tensors_among(tree_leaves(args)))), has_parameters)
+        call = self._call = _Call(path, layer, set(map(storage_of, tensors_among(tree_leaves(args)))), has_parameters)
         try:
             yield call
         finally:
@@ -130,14 +129,14 @@ class Origins(TorchDispatchMode):
             source = ReturnedValue(call.path, number, n)
             self.layer_of[source] = call.layer
             if isinstance(leaf, Tensor):
-                key = _storage(leaf)
+                key = storage_of(leaf)
                 kept = self._marks.get(key, set()) if key in shared else set()
                 shared.add(key)
                 self._mark(leaf, kept | {source})
                 self._made.pop(key, None)
                 self._group(leaf, source)
             elif isinstance(leaf, (bool, int, float)) and call.reads_values:
-                self.last_read[source] = math.inf
+                self.reads[source].add(math.inf)
 
     def inner(self, path: str, number: int, leaves: Sequence[Any]) -> None:
         """Enter learned results of a module inside of a running one as sources, since hooks may take them out."""
@@ -155,26 +154,24 @@ class Origins(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator, and note its reads and results."""
         output = func(*args, **(kwargs or {}))
-        name = getattr(func, "__name__", "")
-        if self._paused or func.namespace == METADATA or any(part in name for part in SHAPES_ONLY):
+        if self._paused or not reads_values(func):
             return output
         taken = list(tensors_among((args, kwargs)))
-        if name.startswith("_local_scalar_dense"):
-            self._value_read(taken[0])
-            return output
+        for tensor in _asked(func, taken):
+            self._value_read(tensor)
         sources: set[ReturnedValue] = set()
         data = False
         for tensor in taken:
             sources |= self._read(tensor, self._layer)
-            data |= self._call is not None and _storage(tensor) in self._call.data
+            data |= self._call is not None and storage_of(tensor) in self._call.data
         for tensor in tensors_among(output):
             if sources:
-                self._mark(tensor, self._marks.get(_storage(tensor), set()) | sources)
+                self._mark(tensor, self._marks.get(storage_of(tensor), set()) | sources)
             if data and self._call is not None:
                 self._hold(tensor)
-                self._call.data.add(_storage(tensor))
-                if self._call.has_parameters and _storage(tensor) not in self._call.arguments:
-                    self._made[_storage(tensor)] = self._call
+                self._call.data.add(storage_of(tensor))
+                if self._call.has_parameters and storage_of(tensor) not in self._call.arguments:
+                    self._made[storage_of(tensor)] = self._call
         return output
 
     @property
@@ -183,12 +180,11 @@ class Origins(TorchDispatchMode):
 
     def _read(self, tensor: Tensor, layer: float) -> set[ReturnedValue]:
         """Note that a layer reads a tensor; returns its sources."""
-        key = _storage(tensor)
+        key = storage_of(tensor)
         sources = self._marks.get(key, set())
         if tensor.requires_grad and torch.is_grad_enabled() and layer < math.inf:
             return sources  # autograd shows what this is made with
         for source in sources:
-            self.last_read[source] = max(layer, self.last_read.get(source, 0))
             self.reads[source].add(layer)
         made = self._made.get(key)
         if made is not None and made is not self._call and made.layer != self._layer:
@@ -214,7 +210,7 @@ class Origins(TorchDispatchMode):
 
     def _mark(self, tensor: Tensor, sources: set[ReturnedValue]) -> None:
         self._hold(tensor)
-        self._marks[_storage(tensor)] = sources
+        self._marks[storage_of(tensor)] = sources
 
     def _hold(self, tensor: Tensor) -> None:
         self._alive.append(StorageWeakRef(tensor.untyped_storage()))
@@ -246,7 +242,25 @@ def tensors_among(tree: Any) -> Iterator[Tensor]:
             yield from tensors_among(value)
 
 
-def _storage(tensor: Tensor) -> int:
+def _asked(func: Any, taken: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The tensors whose values Python gets from an operator, or whose values decide the shape of its result."""
+    tags = getattr(func, "tags", ())
+    if torch.Tag.data_dependent_output in tags:
+        return taken
+    if torch.Tag.dynamic_output_shape not in tags:
+        return ()
+    if func.overloadpacket in MASKED:
+        return [tensor for tensor in taken[1:] if tensor.dtype in (torch.bool, torch.uint8)]
+    return taken[:1]
+
+
+def reads_values(func: Any) -> bool:
+    """Whether an operator reads more of its arguments than shape, dtype and device."""
+    return func.namespace != METADATA and not any(part in func.__name__ for part in SHAPES_ONLY)
+
+
+def storage_of(tensor: Tensor) -> int:
+    """A number of a tensor's memory."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except NotImplementedError:  # sparse, or another layout without one

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from zeroshard.errors import ModelError, ZeroshardError
 from zeroshard.pipeline.cut.gates import Gate
+from zeroshard.pipeline.cut.origins import INTO_PYTHON, reads_values, storage_of, tensors_among
 from zeroshard.units.forwards import instead
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")  # called with a module's input and output
@@ -242,7 +243,23 @@ def _placeholder_tree(flat: _Flat, args: Any, kwargs: Any, writable: bool) -> An
 
 
 METADATA = {"__get__", "dim", "size", "stride", "numel", "element_size", "is_floating_point", "is_complex", "__len__"}
-METADATA |= {"is_inference"}
+METADATA |= {"is_inference", "contiguous"}
+
+
+class _Reads(TorchDispatchMode):
+    """A mode that notes whether operators read the values of some tensors, as the probe notes it."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._watched, self.any = set(map(storage_of, tensors)), False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operator."""
+        taken = tensors_among((args, kwargs)) if reads_values(func) else ()
+        self.any |= any(storage_of(tensor) in self._watched for tensor in taken)
+        return func(*args, **(kwargs or {}))
 
 
 class Unsent(Tensor):
@@ -256,18 +273,23 @@ class Unsent(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer functions of shape, dtype and device, and those of earlier layers.
+        """Answer functions of shape, dtype and device, those that read no values, and those of earlier layers.
 
         Raises:
             ModelError: a layer of the stage reads values, or Python does.
         """
         with torch._C.DisableTorchFunctionSubclass():
             one = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Unsent))
-            known = getattr(func, "__name__", "") in METADATA
-            if known:
+            name = getattr(func, "__name__", "")
+            if name in METADATA:
                 found = func(*args, **(kwargs or {}))
                 return unsent(found, one.path, one.in_own_layers) if isinstance(found, Tensor) else found  # as of `.T`
-            if not one.in_own_layers():
+            if one.in_own_layers():
+                with _Reads(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Unsent)) as reads:
+                    found = func(*args, **(kwargs or {}))
+                if not reads.any and name not in INTO_PYTHON:
+                    return found
+            else:
                 leaves, spec = tree_flatten(func(*args, **(kwargs or {})))
                 if all(leaf is None or isinstance(leaf, Tensor) for leaf in leaves):
                     return tree_unflatten([_made_of(one, leaf, args) for leaf in leaves], spec)
@@ -284,6 +306,8 @@ def unsent(leaf: Tensor, path: str, in_own_layers: Callable[[], bool]) -> Tensor
     Args:
         in_own_layers: whether code of the stage's own layers runs, which must not read it.
     """
+    if type(leaf) is not Tensor:
+        return leaf  # of a rehearsal
     absent = torch.Tensor._make_subclass(Unsent, leaf)
     absent.path, absent.in_own_layers = path, in_own_layers
     return absent

@@ -18,7 +18,7 @@ from zeroshard.comm.collectives import Purpose
 from zeroshard.parts.part import MicrobatchRows, Parts
 from zeroshard.pipeline.cut.bypass import Bypass
 from zeroshard.pipeline.run.chunks import Chunks
-from zeroshard.pipeline.run.messages import Boundary, Messages, Shape, is_empty, widened
+from zeroshard.pipeline.run.messages import NOTHING, Arrived, Boundary, Messages, Shape, is_empty, widened
 from zeroshard.pipeline.run.tied_weights import TiedWeights
 from zeroshard.pipeline.stage import Stage
 from zeroshard.recompute.chunks import ChunkForward, ChunkInputs
@@ -46,7 +46,7 @@ class _Flight:
 
     buffers: list[Tensor] = field(default_factory=list)  # of messages; deferred weight gradients read them
     hidden: Tensor | None = None
-    beside: tuple[Tensor, Tensor | None] | None = None  # the values beside `hidden`, and their buffer
+    beside: list[Arrived] = field(default_factory=list)  # the values beside `hidden`
     back: list[Tensor] | None = None  # gets the gradient of `hidden`, if that is no leaf
     edge: GradientEdge | None = None
     loss: Loss | None = None
@@ -162,7 +162,7 @@ class Executor:
         if chunk > 0:
             before = self._boundary(self._stage.firsts[chunk], j)
             local = self._joined(Kind.FORWARD, chunk, j, before.into, flight)
-            flight.beside = self.messages.beside.take(chunk, j, before.beside)
+            flight.beside = self.messages.beside.take(chunk, j, before.brought)
             flight.hidden = local.detach().requires_grad_(local.is_floating_point() and torch.is_grad_enabled())
         for debt in self.tied.borrowed[chunk]:
             debt.begin((chunk, j))
@@ -231,8 +231,8 @@ class Executor:
         if flight.again is not None:
             flight.again.drop()
         self._release(flight)
-        if flight.beside is not None and flight.beside[1] is not None:
-            self.messages.release(flight.beside[1])
+        for buffer in (each.buffer for each in flight.beside if each.buffer is not None):
+            self.messages.release(buffer)
         for debt in self.tied.borrowed[chunk]:
             debt.borrowed.end((chunk, j))
 
@@ -244,7 +244,9 @@ class Executor:
         first, last = stage.firsts[chunk], stage.firsts[chunk + 1]
         bypass = None
         if stage.chain.crossing.groups or stage.chain.carried.needed:
-            bypass = Bypass(flight.beside and self._boundary(first, j).beside.unpack(flight.beside[0]))
+            bypass = Bypass()
+            for values, message, _ in flight.beside:
+                bypass.known |= values.unpack(message)
         with self._deferring(flight), self.random_numbers.microbatch(self._parts[j].rows):
             listener = self._chunks.early.listener(action)
             pieces = self._boundary(first, j).pieces if chunk else ()
@@ -263,7 +265,7 @@ class Executor:
             after = self._boundary(layer, j)
             self.messages.check(output, after.leaving, layer)
             self._divide(Kind.FORWARD, chunk, j, output.detach(), after.out)
-            self.messages.beside.keep(chunk, j, after.beside, bypass)
+            self.messages.beside.keep(chunk, j, after.handed, bypass)
 
     def _keep(self, action: Action, flight: _Flight, output: Any) -> None:
         """Keep the root of the graph for the backward, not its output."""
@@ -347,12 +349,9 @@ class Executor:
         (chunk, j), peer, source = key_of(action), peer_of(action), self._stage.other(action)
         layer = self._stage.firsts[chunk]
         before, purpose = self._boundary(layer, j), self._sending
-        saved = self._chunks.trains and len(before.into) == 1
-        self.messages.post(
-            _name(Kind.FORWARD, source, chunk, j), before.into[source], peer, purpose, layer, saved=saved
-        )
-        if source == chunk - 1:
-            self.messages.beside.post(chunk, j, before.beside, peer, purpose)
+        saved, shape = self._chunks.trains and len(before.into) == 1, before.into.get(source, NOTHING)
+        self.messages.post(_name(Kind.FORWARD, source, chunk, j), shape, peer, purpose, layer, saved=saved)
+        self.messages.beside.post((source, chunk, j), before.brought.get(source), peer, purpose)
 
     def _receive_backward(self, action: Action) -> None:
         (chunk, j), peer, source = key_of(action), peer_of(action), self._stage.other(action)
@@ -364,10 +363,10 @@ class Executor:
 
     def _send_forward(self, action: Action) -> None:
         (chunk, j), peer, target = key_of(action), peer_of(action), self._stage.other(action)
-        output, layer = self._out.pop((Kind.FORWARD, chunk, target, j)), self._stage.firsts[chunk + 1]
-        self.messages.send(_name(Kind.FORWARD, chunk, target, j), output, peer, self._sending, layer=layer)
-        if target == chunk + 1:
-            self.messages.beside.send(chunk, j, peer, self._sending)
+        output, layer = self._out.pop((Kind.FORWARD, chunk, target, j), None), self._stage.firsts[chunk + 1]
+        if output is not None:
+            self.messages.send(_name(Kind.FORWARD, chunk, target, j), output, peer, self._sending, layer=layer)
+        self.messages.beside.send((chunk, target, j), peer, self._sending)
 
     def _send_backward(self, action: Action) -> None:
         (chunk, j), peer, target = key_of(action), peer_of(action), self._stage.other(action)

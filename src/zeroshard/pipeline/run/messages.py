@@ -33,6 +33,7 @@ SENDS = {Kind.SEND_FORWARD: Purpose.SEND_ACTIVATIONS, Kind.SEND_BACKWARD: Purpos
 RECEIVES = {Kind.RECEIVE_FORWARD: Purpose.SEND_ACTIVATIONS, Kind.RECEIVE_BACKWARD: Purpose.SEND_GRADIENTS}
 INTO = (Kind.RECEIVE_FORWARD, Kind.SEND_BACKWARD)  # messages of a chunk's input
 Shape = tuple[tuple[int, ...], torch.dtype]
+NOTHING: Shape = ((0,), torch.uint8)
 
 
 class Boundary(NamedTuple):
@@ -43,14 +44,16 @@ class Boundary(NamedTuple):
         leaving: the output of the chunk before it, which is the same unless messages pass over chunks ([Note: skips]).
         into: the part of the input from each chunk.
         out: the part of the output for each chunk.
-        beside: values beside them.
+        brought: values beside the input, from each chunk that sends some.
+        handed: values beside the output, for each chunk that gets some.
     """
 
     entering: Shape
     leaving: Shape
     into: dict[int, Shape]
     out: dict[int, Shape]
-    beside: SentValues
+    brought: dict[int, SentValues]
+    handed: dict[int, SentValues]
 
     @property
     def pieces(self) -> list[int]:
@@ -96,15 +99,19 @@ class Messages:
     def _boundary(self, layer: int, forward: Callable[[], Any]) -> Boundary:
         chain, known = self._stage.chain, Bypass()
         found, after = chain.run_standing_in(layer, layer, forward, known), self._stage.chunk_of_layer(layer)
-        beside = SentValues.of(chain.beside(layer), known.known)
+        routes = chain.crossing.routes.items()
+        brought, handed = (
+            {hop[end]: SentValues.of(groups, known.known) for hop, groups in routes if hop[1 - end] == after - end}
+            for end in (0, 1)
+        )
         if layer in chain.carried.into:
             sides = chain.carried.into[layer], chain.carried.out[layer]
             into, out = ({c: packed_shape(_of(found, keys)) for c, keys in side.items()} for side in sides)
             entering, leaving = (packed_shape([v for c in side for v in _of(found, side[c])]) for side in sides)
-            return Boundary(entering, leaving, into, out, beside)
+            return Boundary(entering, leaving, into, out, brought, handed)
         one = isinstance(found, Tensor)
         shape = (tuple(found.shape), found.dtype) if one else packed_shape([*found.values()])
-        return Boundary(shape, shape, {after - 1: shape}, {after: shape}, beside)
+        return Boundary(shape, shape, {after - 1: shape}, {after: shape}, brought, handed)
 
     def check(self, output: Tensor, expected: Shape, layer: int) -> None:
         """Refuse an output of another shape than the next stage expects.
@@ -194,14 +201,15 @@ class Messages:
         if boundary is None or (purpose is None and (after is None or scattered is None)):
             return None if purpose is None else (purpose, 0)
         other = self._stage.other(action)
-        size, _ = (boundary.into if action.kind in INTO else boundary.out)[other]
+        size, _ = (boundary.into if action.kind in INTO else boundary.out).get(other, NOTHING)
         numel = torch.Size(size).numel()
         if purpose is None:
             assert after is not None
             return GATHERS[after], numel
-        beside = self.weights.numel if purpose in BACKWARDS else boundary.beside.nbytes
         numel = numel if scattered is None else scattered.numel(numel)
-        return purpose, numel + (beside if abs(other - chunk) == 1 else 0)
+        if purpose in BACKWARDS:
+            return purpose, numel + (self.weights.numel if other == chunk - 1 else 0)
+        return purpose, numel + (boundary.handed[other].nbytes if other in boundary.handed else 0)
 
     def finish(self) -> None:
         """Wait for all sends."""
@@ -265,46 +273,59 @@ class PenaltyWeights:
             self._messages.send(_weight(chunk, j), weight, peer, Purpose.SEND_GRADIENTS)
 
 
+Way = tuple[int, int, int]  # the chunks that send and get values, and the microbatch
+
+
+class Arrived(NamedTuple):
+    """A message of values beside an input, with the buffer to release after its last use."""
+
+    values: SentValues
+    message: Tensor
+    buffer: Tensor | None
+
+
 class ValuesBeside:
-    """Values of earlier layers that later stages read beside the activation, each boundary's in one message."""
+    """Values of earlier layers that later chunks read beside the activation, in one message for each of them."""
 
     def __init__(self, stage: Stage, messages: "Messages") -> None:
         self._messages, self._device = messages, stage.mesh.device
-        self._left: dict[tuple[int, int], Tensor] = {}  # by the chunk that made or passed them, and microbatch
+        self._left: dict[Way, Tensor] = {}
 
-    def keep(self, chunk: int, j: int, slots: SentValues, beside: Bypass | None) -> None:
-        """Pack the values that the next chunks read, after a chunk has run."""
-        if slots and beside is not None:
-            self._left[chunk, j] = slots.pack(beside.known, self._device)
+    def keep(self, chunk: int, j: int, handed: Mapping[int, SentValues], beside: Bypass | None) -> None:
+        """Pack the values for other chunks, after a chunk has run."""
+        for target, values in handed.items():
+            if values and beside is not None:
+                self._left[chunk, target, j] = values.pack(beside.known, self._device)
 
-    def take(self, chunk: int, j: int, slots: SentValues) -> tuple[Tensor, Tensor | None] | None:
-        """The message for a chunk, and the buffer to release after its last use; None without values."""
-        if not slots:
-            return None
-        local = self._left.pop((chunk - 1, j), None)
-        if local is not None:
-            return local, None
-        buffer = self._messages.take(_beside(chunk, j))
-        return buffer, buffer
+    def take(self, chunk: int, j: int, brought: Mapping[int, SentValues]) -> list[Arrived]:
+        """The messages for a chunk."""
+        found = []
+        for source, values in brought.items():
+            local = self._left.pop((source, chunk, j), None)
+            buffer = self._messages.take(_beside((source, chunk, j))) if values and local is None else None
+            message = buffer if local is None else local
+            found += [] if message is None else [Arrived(values, message, buffer)]
+        return found
 
-    def post(self, chunk: int, j: int, slots: SentValues, peer: int, purpose: Purpose) -> None:
-        """Post the receive of the values with the input of a chunk."""
-        if slots:
-            self._messages.post(_beside(chunk, j), ((slots.nbytes,), torch.uint8), peer, purpose)
+    def post(self, way: Way, values: SentValues | None, peer: int, purpose: Purpose) -> None:
+        """Post the receive of values, if there are some."""
+        if values:
+            self._messages.post(_beside(way), ((values.nbytes,), torch.uint8), peer, purpose)
 
-    def send(self, chunk: int, j: int, peer: int, purpose: Purpose) -> None:
-        """Send the values with the output of a chunk."""
-        message = self._left.pop((chunk, j), None)
+    def send(self, way: Way, peer: int, purpose: Purpose) -> None:
+        """Send values, if there are some."""
+        message = self._left.pop(way, None)
         if message is not None:
-            self._messages.send(_beside(chunk + 1, j), message, peer, purpose)
+            self._messages.send(_beside(way), message, peer, purpose)
 
 
 def _of(found: Mapping[ReturnedValue, Tensor], keys: set[ReturnedValue]) -> list[Tensor]:
     return [value for key, value in found.items() if key in keys]
 
 
-def _beside(chunk: int, j: int) -> str:
-    return f"values beside the input of F{chunk}.{j}"
+def _beside(way: Way) -> str:
+    source, chunk, j = way
+    return f"values of chunk {source} beside the input of F{chunk}.{j}"
 
 
 def _weight(chunk: int, j: int) -> str:

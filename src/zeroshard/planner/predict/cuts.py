@@ -108,7 +108,7 @@ def boundaries_of(task: TrainingTask, plan: Plan) -> list[str]:
     with fakes() as mode, quiet(), Tracker(answers=True, results=Results(mode)):
         chain, _ = _chain(task.build(), task, 1)
     firsts, stages = [0, *map(chain.number, plan.pipeline.split), len(chain.layers)], plan.pipeline.stages
-    chain.carried.route(firsts, stages)
+    chain.route(firsts, plan.pipeline_schedule(plan.pipeline.least_ranks * plan.tensor.ranks))
     return [
         f"Before {name}: {_crossing(chain, firsts, chunk, stages)}."
         for chunk, name in enumerate(plan.pipeline.split, 1)
@@ -120,11 +120,18 @@ def _crossing(chain: Chain, firsts: Sequence[int], chunk: int, stages: int) -> s
     into = chain.carried.into.get(layer, {chunk - 1: chain.carried.at(layer)})
     some = [_packed(chain, into[chunk - 1], bool(chain.carried.into))]
     for source in (source for source in into if source != chunk - 1):
-        kept = (chunk - source) % stages == 0
-        way = f"kept on the stage since chunk {source}" if kept else f"directly from stage {source % stages}"
-        some.append(f"{_packed(chain, into[source], True)} {way}")
-    beside = list(dict.fromkeys(group[0].path for group in chain.beside(layer)))
-    return "; ".join(some + ([f"values without a gradient of {', '.join(beside)}"] if beside else []))
+        some.append(f"{_packed(chain, into[source], True)} {_way(source, chunk, stages)}")
+    for (source, target), groups in sorted(chain.crossing.routes.items(), reverse=True):
+        if target == chunk:
+            named = ", ".join(dict.fromkeys(group[0].path for group in groups))
+            way = "" if source == chunk - 1 else f" {_way(source, chunk, stages)}"
+            some.append(f"values without a gradient of {named}{way}")
+    return "; ".join(some)
+
+
+def _way(source: int, chunk: int, stages: int) -> str:
+    kept = (chunk - source) % stages == 0
+    return f"kept on the stage since chunk {source}" if kept else f"directly from stage {source % stages}"
 
 
 def _packed(chain: Chain, keys: set[ReturnedValue], known: bool) -> str:

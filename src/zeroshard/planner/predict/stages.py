@@ -259,7 +259,7 @@ def _times(
         lists_of = replace(lists_of, loans=per_rank[0].last.pipeline.loans)
     rehearsed = per_rank[0].last.pipeline  # which may have fewer stages
     whole = rehearsed.layout.all_chunks == lists_of.layout.all_chunks
-    lists_of = replace(lists_of, skips=rehearsed.skips * whole)
+    lists_of = replace(lists_of, skips=rehearsed.skips * whole, one_way=rehearsed.one_way * whole)
     costs = _costs(per_rank, plan, lists_of, machines)
     simulation = simulate(lists_of.stretch(STEADY), lists_of.layout, costs)
     spent = [_spent(one, pipeline.layout.stage_of(one.rank), plan, costs, lists_of) for one in per_rank]
