@@ -280,7 +280,7 @@ STAGED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", by_default(STAGED, "gpipe"))
+@pytest.mark.parametrize("name", by_default(STAGED, "interleaved"))
 def test_few_blocks_of_a_stage_tell_all(name: str) -> None:
     plan, layers = STAGED[name], 12 if name == "interleaved" else 9
 

@@ -237,8 +237,10 @@ def _of_microbatches(job: _Job, blocks: Sequence[int]) -> tuple[Mapping[str, flo
         one = job.rehearse(m, blocks)
         return numbers_of(one, 0), one, True
     all_of_them = in_flight(whole, job.stage, m)
-    filled = in_flight(schedule, job.place, ALIKE) == all_of_them  # by as few, as the last stage is
-    less, more = (ALIKE, ALIKE + 1) if whole.layout.chunks == 1 and (job.is_short or filled) else few
+    less, more = few
+    if whole.layout.chunks == 1:  # else groups of a microbatch per stage
+        filled = in_flight(schedule, job.place, ALIKE) == all_of_them  # by as few, as the last stage is
+        less, more = (ALIKE, ALIKE + 1) if job.is_short or filled else few
     some, further = (in_flight(schedule, job.place, k) for k in (less, more))
     growth = (all_of_them - further) / (further - some) if further > some else 0
     b = job.rehearse(more, blocks)
