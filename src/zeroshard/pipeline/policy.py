@@ -84,8 +84,11 @@ class Pipeline:
         return self.stages > 1
 
     def rehearsed_stages(self, microbatches: int) -> int:
-        """Stages of the shortest pipeline whose first and last stage are as in this one."""
-        fills = self.streams or self.schedule in FILLED or microbatches < 2 * MOST_FILLED
+        """Stages of the shortest pipeline whose first and last stage are as in this one.
+
+        With several chunks per stage microbatches go in groups of as many as stages, and memory depends on these.
+        """
+        fills = self.streams or self.virtual_stages > 1 or self.schedule in FILLED or microbatches < 2 * MOST_FILLED
         return self.stages if self.stages <= MOST_FILLED or self.replicas or fills else SHORT
 
     def rehearsed_length(self, stage: int, fewest: int) -> int:

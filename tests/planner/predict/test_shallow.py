@@ -327,6 +327,13 @@ def test_stages_of_a_long_pipeline_are_those_of_a_short_one(plan: dict[str, Any]
     assert short.seconds == pytest.approx(long.seconds, rel=0.05 if fuller == 7 else 0.03)  # others cost as the first
 
 
+def test_pipelines_with_several_chunks_per_stage_are_rehearsed_with_all_their_stages() -> None:
+    """The last of eight stages kept 45 % fewer bytes of activations in a pipeline of four."""
+    long = zs.Pipeline(8, schedule="1f1b"), zs.Pipeline(8, schedule="interleaved", virtual_stages=2)
+    assert [pipeline.rehearsed_stages(32) for pipeline in long] == [4, 8]
+    assert [pipeline.rehearsed_length(3, pipeline.rehearsed_stages(32)) for pipeline in long] == [5, 8]
+
+
 def test_a_timed_prediction_is_of_real_steps() -> None:
     found = predict_timed(task(), zs.Plan(zero=0), ALONE, 4)
     assert (found.mode, found.time_mode) == ("shallow-real", "shallow-real")
