@@ -79,9 +79,12 @@ class Fewest:
         """Of first estimates that fit, by their microbatches, the one that is expected to be found."""
         return fitting[:1]
 
-    def looks(self, counts: Sequence[int], likely: Sequence[int]) -> int:
-        """How often a plan will be looked at."""
-        return 1 + (likely[0] != counts[0])
+    def ahead(self, counts: Sequence[int], likely: Sequence[int]) -> Sequence[int]:
+        """The numbers that will probably be looked at; without likely ones, as if the fewest fitted."""
+        if not likely:
+            return list(dict.fromkeys([*counts[-1:], *counts[:1]]))
+        at = counts.index(likely[0])
+        return [counts[at], *counts[max(0, at - 1) : at]]
 
     def find(self, rehearse: Rehearse[Seen], counts: Sequence[int], likely: Sequence[int]) -> Seen | None:
         """By bisection from those expected, as memory falls with their number; one needs no sum of gradients besides.
@@ -111,6 +114,10 @@ class Fewest:
 class Coarsest(Fewest):
     """Search order where leaner settings are faster than more microbatches: the fewest, whether they fit or not."""
 
+    def ahead(self, counts: Sequence[int], likely: Sequence[int]) -> Sequence[int]:
+        """The fewest."""
+        return counts[:1]
+
     def find(self, rehearse: Rehearse[Seen], counts: Sequence[int], likely: Sequence[int]) -> Seen | None:
         """The fewest."""
         return rehearse(counts[0])
@@ -124,9 +131,9 @@ class Fastest:
         order = sorted(fitting, key=lambda one: one.seconds)
         return [one for one in order if one.seconds <= NEAR * order[0].seconds]
 
-    def looks(self, counts: Sequence[int], likely: Sequence[int]) -> int:
-        """How often a plan will be looked at."""
-        return len(likely)
+    def ahead(self, counts: Sequence[int], likely: Sequence[int]) -> Sequence[int]:
+        """The likely ones, or else the finest."""
+        return likely or counts[-1:]
 
     def find(self, rehearse: Rehearse[Seen], counts: Sequence[int], likely: Sequence[int]) -> Seen | None:
         """The fastest of those that are expected to be; else of finer ones, or the finest, which does not fit."""

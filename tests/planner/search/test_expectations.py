@@ -1,6 +1,7 @@
 """Expectations: which kinds of plans a search leaves out."""
 
 import math
+from collections.abc import Sequence
 
 import pytest
 from predictions import prediction
@@ -26,12 +27,13 @@ def test_kinds_that_are_expected_to_be_behind_are_left_out(found: tuple[float, .
     shapes = [Shape(zs.Plan(zero=0, seed=number), 1, Offer({}, 1, [1])) for number in range(len(ESTIMATES))]
     near = [prediction()]
     expected = {one.plan: Expectation(near, estimate, {}) for one, estimate in zip(shapes, ESTIMATES, strict=True)}
-    tried, dropped = list[Shape](), list[zs.Plan]()
+    tried, dropped, doubted = list[Shape](), list[zs.Plan](), list[Sequence[zs.Plan]]()
 
     def attempt(shape: Shape) -> float:
         tried.append(shape)
         return found[len(tried) - 1]
 
-    best = in_turn(shapes, expected, attempt, dropped.append)
+    best = in_turn(shapes, expected, attempt, dropped.append, doubted.append)
+    assert len(doubted) == taken and doubted[0] == [one.plan for one in shapes[2:]]
     assert best is shapes[found.index(min(found))]
     assert tried == shapes[:taken] and {*dropped} == {one.plan for one in shapes[taken:]}

@@ -17,7 +17,7 @@ from zeroshard.plan import Plan
 from zeroshard.planner.predict.rehearse import TrainingTask
 from zeroshard.planner.predict.result import Found, Prediction
 from zeroshard.planner.search import search as searching
-from zeroshard.planner.search.progress import SearchProgress
+from zeroshard.planner.search.progress import Looks, SearchProgress
 from zeroshard.planner.search.search import search
 from zeroshard.planning.offers import Offer, Refused, Site
 from zeroshard.train.family import gpt_task
@@ -125,44 +125,94 @@ def test_it_says_how_many_plans_are_left_and_about_how_long(searched: Search) ->
     assert everything - done == 1 and everything == len(counted) + searched.found.left_out
 
 
+def looks(*plans: Plan) -> Looks:
+    return Looks(plans, len(plans), len(plans))
+
+
 def test_the_time_left_is_that_of_the_plans_ahead() -> None:
-    """Four seconds per plan, and two and a half times as many with stages."""
-    clock = iter([0.0, 4.0, 4.0, 8.0, 8.0, 18.0, 18.0])
+    """Four seconds per plan, and as much per microbatch more; with stages by the work of two short rehearsals."""
+    clock = iter([0.0, 4.0, 4.0, 12.0, 12.0, 24.0, 24.0])
     alone, staged = Plan(zero=0), Plan(zero=0, pipeline_parallel=2, microbatches=2)
-    progress = SearchProgress({alone: 2, staged: 2}, 3.0, now=lambda: next(clock))
+    several = replace(alone, microbatches=3)
+    groups = {alone: looks(alone, several), staged: looks(staged, staged)}
+    progress = SearchProgress(groups, now=lambda: next(clock), best=alone)  # which few blocks tell whole
+    progress.took(alone, 6.0, first=True)
     progress.begin(alone)
-    assert progress.look(alone) == "0/4 plans, about 21 s left: "
-    assert progress.look(replace(alone, microbatches=2)) == "1/4 plans, about 24 s left: "
+    assert progress.look(alone) == "0/4 plans, about 19 s left: "  # 3, twice that, and 1.6 times for each with stages
+    assert progress.look(several) == "1/4 plans, about 17 s left: "
     progress.begin(staged)
-    assert progress.look(staged) == "2/4 plans, about 20 s left: "
-    assert progress.look(staged) == "3/4 plans, about 10 s left: "
+    assert progress.look(staged) == "2/4 plans, about 12 s left: "
+    assert progress.look(staged) == "3/4 plans, about 12 s left: "
     assert progress.left_out == 0
 
 
 def test_plans_that_are_not_needed_count_as_done() -> None:
     one, *others = STAGES
-    progress = SearchProgress({one: 2, others[0]: 3, others[1]: 2, None: 1}, now=lambda: 0.0)
+    groups = {one: looks(one, one), others[0]: looks(*3 * [others[0]]), others[1]: looks(*2 * [others[1]])}
+    progress = SearchProgress({**groups, None: looks(one)}, now=lambda: 0.0)
     progress.begin(one)
-    assert progress.look(one) == "0/8 plans: "
+    assert progress.look(one).startswith("0/8 plans")
     progress.drop(others[0])
     progress.begin(others[1])
-    assert progress.look(others[1]) == "5/8 plans: "
+    assert progress.look(others[1]).startswith("5/8 plans")
     assert progress.left_out == 6  # so far
-    further = progress.then({HOST: 1}, 0)
-    further.begin(HOST)
-    assert [further.look(HOST), further.look(HOST)] == ["0/1 plans: ", "1/2 plans: "]
-    assert further.left_out == 6
+
+
+def test_the_number_of_plans_stays_where_more_are_looked_at_than_expected() -> None:
+    progress = SearchProgress({STAGES[0]: looks(STAGES[0]), STAGES[1]: looks(STAGES[1])}, now=lambda: 0.0)
+    progress.begin(STAGES[0])
+    said = [progress.look(replace(STAGES[0], microbatches=m)) for m in (1, 2, 3)]
+    progress.also({HOST: looks(HOST, HOST.with_settings(LEAN))})
+    progress.begin(STAGES[1])
+    said.append(progress.look(STAGES[1]))
+    progress.begin(HOST)
+    said += [progress.look(HOST), progress.look(HOST.with_settings(LEAN))]
+    assert [line.split()[0] for line in said] == ["0/2", "0/2", "0/2", "1/2", "1/2", "1/2"]
+    assert progress.left_out == 0
+
+
+def test_groups_that_nothing_was_expected_of_count_before_the_first_line() -> None:
+    progress = SearchProgress(now=lambda: 0.0)
+    progress.also({HOST: looks(HOST, HOST.with_settings(LEAN))})
+    progress.begin(HOST)
+    assert progress.look(HOST) == "0/2 plans: "
+    assert SearchProgress().look(HOST) == ""
 
 
 def test_groups_of_which_the_first_plan_is_needless_have_one_plan_less_ahead() -> None:
     now = 0.0
-    progress = SearchProgress({HOST: 2, HOST_3: 2, STAGES[0]: 1}, now=lambda: now)
+    lean, lean_3 = HOST.with_settings(LEAN), HOST_3.with_settings(LEAN)
+    groups = {HOST: looks(HOST, lean), HOST_3: looks(HOST_3, lean_3), STAGES[0]: looks(STAGES[0])}
+    progress = SearchProgress(groups, now=lambda: now)
     progress.begin(HOST)
     progress.look(HOST)
     now = 10.0
     for _ in range(2):
         progress.spare(lambda plan: plan == HOST_3)
-    assert progress.look(HOST) == "2/5 plans, about 30 s left: "
+    assert progress.look(lean).startswith("2/5 plans")
+
+
+def test_doubtful_groups_and_variants_that_may_not_come_take_less_time() -> None:
+    one, other, *more = STAGES
+    now = 0.0
+    progress = SearchProgress({one: Looks([one, *more], 3, 1), other: looks(other)}, now=lambda: now)
+    progress.took(one, 200.0, first=True)
+    progress.begin(one)
+    assert progress.look(one) == "0/4 plans, about 360 s left: "  # 100 each, the second variant by a chance of 0.6
+    progress.doubt([other])
+    now = 100.0
+    assert progress.look(more[0]) == "1/4 plans, about 160 s left: "
+    now = 200.0
+    assert progress.look(more[1]) == "2/4 plans, about 100 s left: "
+
+
+def test_the_best_plan_is_rehearsed_whole_in_the_end_unless_it_is_too_large() -> None:
+    progress = SearchProgress({HOST: looks(HOST)}, depth=25, now=lambda: 0.0, best=STAGES[0])
+    progress.took(STAGES[0], 200.0, first=True)
+    progress.begin(HOST)
+    assert progress.look(STAGES[0]) == "0/1 plans, about 300 s left: "
+    progress.best = replace(STAGES[0], microbatches=2)
+    assert progress.look(STAGES[0]) == "0/1 plans, about 67 s left: "  # the first took no time
 
 
 LEAN = {"activations.recompute": "blocks"}
@@ -172,7 +222,7 @@ SLICED = Plan(zero=3, offload="optimizer")
 SHARE = SLICED.with_settings({"offload.fraction": 0.75})
 RECORDS = {  # looks expected by group; groups, plans and CPU seconds of those taken; and of the best plan, whole
     "7 B on an RTX 4090": (
-        SearchProgress({HOST: 2, HOST_3: 2}, 0.0, blocks=32, depth=32),
+        SearchProgress({one: looks(one, one.with_settings(LEAN)) for one in (HOST, HOST_3)}, depth=32),
         [
             (HOST, HOST, 1.5),
             (None, HOST.with_settings(LEAN), 1.4),
@@ -181,13 +231,13 @@ RECORDS = {  # looks expected by group; groups, plans and CPU seconds of those t
         ],
         3.4,
     ),
-    "gpt2-xl on 8 A100s": (
-        SearchProgress(dict.fromkeys(STAGES[:3], 1), 0.9),
-        [(plan, plan, seconds) for plan, seconds in zip(STAGES, (1.2, 0.6, 0.7, 0.6), strict=True)],
-        0.0,
+    "7 B on 8 H100s": (
+        SearchProgress({one: looks(one) for one in STAGES[:3]}, depth=32),
+        [(plan, plan, seconds) for plan, seconds in zip(STAGES, (1.4, 1.6, 2.3), strict=False)],
+        3.8,
     ),
     "70 B on 8 H100s": (  # the share is rehearsed with all blocks
-        SearchProgress({SLICED: 2, SHARE: 1}, 0.0, depth=80),
+        SearchProgress({SLICED: looks(SLICED, SLICED.with_settings(LEAN)), SHARE: looks(SHARE)}, depth=80),
         [
             (SLICED, SLICED, 6.4),
             (None, SLICED.with_settings(LEAN), 7.0),
@@ -201,15 +251,18 @@ RECORDS = {  # looks expected by group; groups, plans and CPU seconds of those t
 @pytest.mark.parametrize("record", RECORDS)
 def test_the_time_left_is_within_a_factor_of_one_and_a_half(record: str) -> None:
     now = 0.0
-    found, looks, whole = RECORDS[record]
-    progress = replace(found, seconds=100 * found.seconds, now=lambda: now)
-    for number, (group, plan, seconds) in enumerate(looks):
+    found, looked, whole = RECORDS[record]
+    progress = SearchProgress(found.expected, found.depth, now=lambda: now)
+    if known := STAGES[0] in found.expected:  # it starts from estimates
+        progress.took(STAGES[0], 340.0, first=True)
+        progress.took(Plan(zero=0, tensor_parallel=8), 450.0, first=False)
+    for number, (group, plan, seconds) in enumerate(looked):
         if group is not None:
             progress.begin(group)
         text, _, left = progress.look(plan).partition(" plans")
-        assert text == f"{number}/{max(sum(found.expected.values()), number + 1)}"
-        rest = 100 * (whole + sum(more for _, _, more in looks[number:]))
-        if number or found.seconds:
+        assert text == f"{number}/{len(looked)}"
+        rest = 100 * (whole + sum(more for _, _, more in looked[number:]))
+        if number or known:
             assert rest / 1.5 <= float(left.split()[2]) <= 1.5 * rest, (number, left, rest)
         else:  # nothing is known yet
             assert left == ": "

@@ -93,8 +93,12 @@ def _host_rate(machines: Machines) -> str:
 class Way(Protocol):
     """How plans of one kind are rehearsed."""
 
-    def work(self, plan: Plan, blocks: int) -> float:
-        """Duration of a rehearsal relative to a plan without stages, for a model with so many blocks."""
+    def work(self, plan: Plan, blocks: int, deep: bool = False) -> float:
+        """Duration of a prediction relative to one of one microbatch without stages, for a model with so many blocks.
+
+        Args:
+            deep: of every block and every stage; no work where the other has them all.
+        """
 
     def whole(self, plan: Plan, blocks: int) -> int:
         """The size of a rehearsal of every block and stage, for a model with so many blocks."""

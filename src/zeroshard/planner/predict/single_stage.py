@@ -15,20 +15,31 @@ from zeroshard.planner.predict.rank_costs import (
     rank_costs_of,
     with_few_blocks,
 )
-from zeroshard.planner.predict.rehearse import Rehearsed, TrainingTask, refuse_too_large, rehearse
+from zeroshard.planner.predict.rehearse import SETTLED, Rehearsed, TrainingTask, refuse_too_large, rehearse
 from zeroshard.planner.predict.shallow import FEW, Stack, probes, shallow
 from zeroshard.schedule.peaks import ALIKE
 
 ONE_BLOCK = re.compile(r"(^|\.)[\d\[?]")  # in names of ignored parameters: of single blocks, so that blocks are unlike
+ALL_BLOCKS = (15, 20)  # blocks to add to all of a model, and to divide these by, for the work of a whole rehearsal
+RECOMPUTED = 1.35  # times the work without recomputation
+FIRST_STEP = 3  # work of building and of the first step beyond that of a later one, as of so many
 FEW_TIMED, STEP_TIMED = 4, 4  # blocks of the first run, and more of the next: enough for a measurable difference
 
 
 class Unstaged:
     """The way to rehearse plans without stages; a `ways.Way`."""
 
-    def work(self, plan: Plan, blocks: int) -> float:
-        """The unit."""
-        return 1.0
+    def work(self, plan: Plan, blocks: int, deep: bool = False) -> float:
+        """The unit, by the microbatches and steps that are rehearsed, and by all blocks where these are."""
+        choices, m = choices_of(plan), plan.microbatches
+        steps = SETTLED
+        for choice in choices:
+            steps = choice.settled(schedule_of(plan, plan.tensor.ranks), steps)
+        few = blocks > FEW + 1 and all(choice.alike for choice in choices)
+        known = deep and not few
+        whole = 1.0 if few and not deep else max(1.0, (blocks + ALL_BLOCKS[0]) / ALL_BLOCKS[1]) * (not known)
+        again = RECOMPUTED**choices.recomputing.in_blocks
+        return whole * again * (1 + (m if deep else min(m, ALIKE))) / 2 * (steps + FIRST_STEP) / (SETTLED + FIRST_STEP)
 
     def whole(self, plan: Plan, blocks: int) -> int:
         """Blocks times microbatches."""

@@ -32,11 +32,12 @@ from zeroshard.planner.predict.rehearse import Rehearsed, TrainingTask, message_
 from zeroshard.planner.predict.result import Span
 from zeroshard.planner.predict.shallow import Stack, deepen, whole_model
 from zeroshard.schedule import Layout, PipelineSchedule
-from zeroshard.schedule.peaks import ALIKE, few_microbatches, in_flight
+from zeroshard.schedule.peaks import ALIKE, MOST_FILLED, few_microbatches, in_flight
 from zeroshard.schedule.simulate import TIMES, Costs, Simulation, simulate
 
 FEW_OF_STAGE = 2  # blocks of a chunk from which on every further one costs the same: a stage gathers none ahead
-SHALLOW, DEEP = 2.5, 7.0  # work of a rehearsal of chunks with few blocks, and with more
+RECOMPUTED = 1.15  # times the work without recomputation
+MICROBATCHES = 1.6  # times the work of a rehearsal of one microbatch without stages
 STEADY = 4  # steps of a stream in which its steady state shows; where each flushes, the first is enough
 MOST_SPANS = 20_000  # of a pipeline's timeline
 SENT, GATHERED = (Purpose.SEND_ACTIVATIONS, Purpose.SEND_GRADIENTS), (Purpose.GATHER_MESSAGES,)
@@ -47,10 +48,16 @@ PER_MICROBATCH = [str(purpose) for purpose in (*SENT, *GATHERED, *IN_LAYERS)]
 class Staged:
     """The way to rehearse plans with stages, one replica of each; a `ways.Way`."""
 
-    def work(self, plan: Plan, blocks: int) -> float:
-        """Two stages, each with more microbatches; at two depths where chunks have many blocks."""
-        fewest = plan.pipeline.stages * plan.pipeline.virtual_stages * (FEW_OF_STAGE + 1)
-        return DEEP if blocks > fewest else SHALLOW
+    def work(self, plan: Plan, blocks: int, deep: bool = False) -> float:
+        """Two stages or three, each with more microbatches; at two depths where chunks have many blocks."""
+        d, v = plan.pipeline.stages, plan.pipeline.virtual_stages
+        own, fewest = blocks / d, d * v * (FEW_OF_STAGE + 1)
+        depths = 1 if deep or blocks <= fewest else 2
+        few, many = (d, 2 * d) if deep else (2, 5)  # of long pipelines also a third, and with more in flight
+        whole = (1 + own) / (1 + min(own, v * FEW_OF_STAGE)) if deep else 1.0
+        again = MICROBATCHES * RECOMPUTED ** choices_of(plan).recomputing.in_blocks
+        again *= max(1.0, 3 * d / (2 * ALIKE + 1)) if v > 1 else 1.0  # in groups, one of them and two
+        return again * whole * depths * (many if d > MOST_FILLED else few) / 2
 
     def whole(self, plan: Plan, blocks: int) -> int:
         """A quarter of stages times blocks: each stage's rehearsal makes all blocks."""

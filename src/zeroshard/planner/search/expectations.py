@@ -10,21 +10,18 @@ schedules, are tried for the fastest.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, replace
 
-from zeroshard.errors import ZeroshardError
 from zeroshard.plan import Plan
 from zeroshard.planner.choices import choices_of
 from zeroshard.planner.predict.estimate import Estimator
 from zeroshard.planner.predict.result import Prediction
-from zeroshard.planner.search.exclusions import Exclusions
 from zeroshard.planning.offers import Offer
 
 FEW_SHAPES = 5  # most kinds of plans without split layers that are all looked at
 BEHIND = 1.1  # times the seconds of the fastest plan: slower estimates are left out among many
-TRIED = 2  # variants of a plan that fits that are looked at, the last one slower than the one before
-LIKELY = 0.9  # of a device, for the states of plans that are likely to fit
+SLOWER = 1.3  # times the seconds of first estimates: plans found may be, so that further kinds are looked at
 FAR = 1.2  # times a device's memory: plans expected above it are left out among many, where leaner ones are likely
 
 
@@ -98,36 +95,6 @@ def expectation_of(shape: Shape, variants: Sequence[Plan], estimator: Estimator)
     return Expectation(near, seconds, likely, far)
 
 
-def looks_of(shape: Shape, variants: Sequence[Plan], found: Expectation, many: bool, possible: bool) -> int:
-    """The expected number of plans to look at for a shape with its variants.
-
-    Args:
-        variants: those whose states have room.
-        many: whether faster settings are tried later, for the fastest shape alone.
-        possible: whether the shape's own states have room.
-    """
-    offer = shape.offer
-    likely, lean = (found.likely.get(plan, []) for plan in (shape.plan, shape.leaner))
-    order = offer.order if likely else offer.lean_order or offer.order
-    looks = order.looks(offer.counts, likely or lean) if likely or lean else 0
-    looks += possible and not (likely or found.far)  # the finest, which does not fit
-    if looks and possible and found.near:
-        return looks + (0 if many else offer.most_faster) + min(TRIED, len(variants))
-    return max(1, looks) * possible + sum(len(found.likely.get(plan, [])) or 2 for plan in variants)
-
-
-def looks_at_resorts(plans: Sequence[Plan], excluding: Exclusions, missing: int) -> dict[Plan | None, int]:
-    """The expected number of plans to look at of last resorts, until as many as are missing are likely to fit."""
-    looks: dict[Plan | None, int] = {}
-    room = LIKELY * excluding.machines.device.capacity_bytes
-    for plan in plans:
-        with suppress(ZeroshardError):
-            if missing and excluding.why(plan) is None:
-                looks[plan] = 2  # with its leaner settings
-                missing -= excluding.least_bytes(plan) <= room
-    return looks
-
-
 def is_hopeless(estimator: object, plan: Plan, rows: int) -> bool:
     """Whether a plan is far too large by an `Estimator`, if it is one; not for settings that this leaves out."""
     if not isinstance(estimator, Estimator) or plan.loss_chunk != estimator.one.plan.loss_chunk:
@@ -151,46 +118,85 @@ def are_many(shapes: Sequence[Shape]) -> bool:
     return len(_with_least(shapes)) > FEW_SHAPES
 
 
+class Turns:
+    """The shapes that a search attempts one after another, but those that are left out.
+
+    Attributes:
+        ahead: those to attempt next, in order.
+        many: whether there are too many to look at all.
+        best: the fastest of those attempted ([Note: plans that are left out]).
+    """
+
+    def __init__(self, shapes: Sequence[Shape], expected: Mapping[Plan, Expectation]) -> None:
+        self._expected, self.many, whole = expected, are_many(shapes), _with_least(shapes)
+        self._split = [shape for shape in shapes if shape not in whole and shape.plan in expected]
+        split = sorted(self._split, key=self._rank)
+        self.ahead = sorted(whole + self._split, key=self._rank) if self.many else whole + split
+        self.best: Shape | None = None
+        self._fastest = math.inf
+        self._factors: list[float] = []  # seconds of the plans found, relative to their estimates
+        self._limits: dict[Plan | None, float] = {}  # by kind
+
+    def took(self, seconds: float) -> list[Shape]:
+        """Count the attempt at the next shape, infinite seconds where it does not fit; returns those left out."""
+        shape = self.ahead.pop(0)
+        estimate = self._rank(shape)[1]
+        if seconds < math.inf and 0 < estimate < math.inf:
+            self._factors.append(seconds / estimate)
+        if seconds < self._fastest:
+            self._fastest, self.best = seconds, shape
+        if self.best is None:
+            return []
+        if self.many and seconds < math.inf and (kind := _kind(shape)) is not None:
+            self._limits.setdefault(kind, estimate)
+        too_fast = max(1.0, min(self._factors)) if len(self._factors) > 1 else 1.0
+        limit = self._fastest * (BEHIND / too_fast if self.many else 1.0)
+        may = [one for one in self.ahead if self.many or one in self._split]
+        behind = [one for one in may if self._rank(one)[1] >= self._limits.get(_kind(one), limit)]
+        self.ahead = [one for one in self.ahead if one not in behind]
+        return behind
+
+    def likely(self, slower: float = 1.0) -> list[Shape]:
+        """Those ahead that will probably be attempted, by their estimates.
+
+        Args:
+            slower: seconds of the plans found relative to their estimates, before any was found.
+        """
+        then, found = copy(self), []
+        then._factors, then._limits = [*self._factors], dict(self._limits)
+        factor = sum(self._factors) / len(self._factors) if self._factors else slower
+        while then.ahead:
+            then.ahead = [*then.ahead]
+            found.append(then.ahead[0])
+            known = self._expected.get(found[-1].plan)
+            then.took(math.inf if known is None or not known.near else factor * known.seconds)
+        return found
+
+    def _rank(self, shape: Shape) -> tuple[bool, float]:
+        return self._expected[shape.plan].rank if shape.plan in self._expected else (True, 0.0)
+
+
 def in_turn(
     shapes: Sequence[Shape],
     expected: Mapping[Plan, Expectation],
     attempt: Callable[[Shape], float],
     drop: Callable[[Plan], None] = lambda plan: None,
+    doubt: Callable[[Sequence[Plan]], None] = lambda plans: None,
 ) -> Shape | None:
     """Attempt shapes but those that are left out ([Note: plans that are left out]); returns the fastest.
 
     Args:
         attempt: returns the seconds of a shape; infinity where it does not fit.
         drop: called with each shape that is left out.
+        doubt: called before each attempt with those that are likely to be left out later.
     """
-    many, whole = are_many(shapes), _with_least(shapes)
-    split = [shape for shape in shapes if shape not in whole and shape.plan in expected]
-
-    def rank(shape: Shape) -> tuple[bool, float]:
-        return expected[shape.plan].rank if shape.plan in expected else (True, 0.0)
-
-    ordered = sorted(whole + split, key=rank) if many else whole + sorted(split, key=rank)
-    fastest, best = math.inf, None
-    factors: list[float] = []  # seconds of the plans found, relative to their estimates
-    limits: dict[Plan | None, float] = {}  # by kind
-    while ordered:
-        shape, *ordered = ordered
-        found = attempt(shape)
-        if found < math.inf and 0 < rank(shape)[1] < math.inf:
-            factors.append(found / rank(shape)[1])
-        if found < fastest:
-            fastest, best = found, shape
-        if best is None:
-            continue
-        if many and found < math.inf and (kind := _kind(shape)) is not None:
-            limits.setdefault(kind, rank(shape)[1])
-        too_fast = max(1.0, min(factors)) if len(factors) > 1 else 1.0
-        limit = fastest * (BEHIND / too_fast if many else 1.0)
-        behind = [s for s in ordered if (many or s in split) and rank(s)[1] >= limits.get(_kind(s), limit)]
-        for slow in behind:
+    turns = Turns(shapes, expected)
+    while turns.ahead:
+        likely = turns.likely(SLOWER)
+        doubt([shape.plan for shape in turns.ahead if shape not in likely])
+        for slow in turns.took(attempt(turns.ahead[0])):
             drop(slow.plan)
-        ordered = [s for s in ordered if s not in behind]
-    return best
+    return turns.best
 
 
 def _with_least(shapes: Sequence[Shape]) -> list[Shape]:

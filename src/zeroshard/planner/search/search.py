@@ -33,6 +33,7 @@ from zeroshard.planner.predict.predict import predict, predict_timed, way_of
 from zeroshard.planner.predict.rehearse import TrainingTask
 from zeroshard.planner.predict.result import MARGIN, Found, Prediction, Refusal
 from zeroshard.planner.predict.states import sizes_of, states_of
+from zeroshard.planner.search import ahead
 from zeroshard.planner.search.adapted import trained_as, with_adapters, with_optimizer
 from zeroshard.planner.search.exclusions import Exclusions
 from zeroshard.planner.search.expectations import (
@@ -42,13 +43,11 @@ from zeroshard.planner.search.expectations import (
     expectation_of,
     in_turn,
     is_hopeless,
-    looks_at_resorts,
-    looks_of,
     unsplit,
 )
 from zeroshard.planner.search.nearest import nearest_ways
 from zeroshard.planner.search.order import rank, with_whole_first
-from zeroshard.planner.search.progress import SearchProgress
+from zeroshard.planner.search.progress import MOST_DEEP, Looks, SearchProgress
 from zeroshard.planner.search.text import lacking, short
 from zeroshard.planning.offers import Divided, Offer, Refused, Site
 from zeroshard.tensor import choice as tensor
@@ -56,7 +55,6 @@ from zeroshard.zero import choice as zero
 
 OFFERS: tuple[Callable[[Site], Iterator[Offer | Refused]], ...] = (zero.offers, pipeline.offers)
 LAST_RESORTS: tuple[Callable[[Site], Iterator[Offer]], ...] = (offload.offers,)
-MOST_DEEP = 32  # most blocks times microbatches, or stages, of a whole rehearsal of the best plan
 MOST_TIMED = 8  # plans that are timed on this machine, the best by the rates of its profile
 ENOUGH = 2  # plans that fit, from which on no others are tried that are slower or change results
 Say = Callable[[str], None]
@@ -94,7 +92,7 @@ def search(
     run = _Search(task, machines, base or Plan(), say, first)
     if plans is None:
         shapes = list(run.shapes())
-        found = run.estimates(shapes)
+        found = run.estimates(shapes, last_resorts)
         if found:
             first(Found(tuple(found[:top]), (), len(found), time.perf_counter() - began))
         run.try_shapes(shapes)
@@ -108,7 +106,7 @@ def search(
                 run.try_adapters()
     else:
         for plan, rows in plans:
-            run.try_plan(plan, rows)
+            run._keep(run._rehearse(plan, rows))
     order = sorted(run.fitting, key=rank)
     if machines.local:
         with busy_cpus(min(machines.count, os.cpu_count() or 1) - 1):
@@ -135,7 +133,7 @@ class _Search:
     refused: list[Refusal] = field(default_factory=list)
     looked_at: int = 0
     wanted: int = ENOUGH  # plans that fit
-    progress: SearchProgress = field(default_factory=lambda: SearchProgress({}))
+    progress: SearchProgress = field(default_factory=SearchProgress)
     _seen: dict[Key, Prediction] = field(default_factory=dict)
     _layers: Layers | str | None = None
     _likely: dict[Plan, list[int]] = field(default_factory=dict)
@@ -188,7 +186,7 @@ class _Search:
             self.progress.begin(shape.plan)
             return self.try_with_variants(shape, are_many(shapes))
 
-        best = in_turn(shapes, self._expected, attempt, self.progress.drop)
+        best = in_turn(shapes, self._expected, attempt, self.progress.drop, self.progress.doubt)
         if best is not None and are_many(shapes):
             self.progress.begin(None)
             self._try_faster(best)
@@ -204,6 +202,8 @@ class _Search:
             if best is not None and (found is None or found.seconds >= best.seconds):
                 break
             best = found or best
+            if best is not None and self._fastest >= best.seconds <= (ahead.busy(plain) if plain else math.inf):
+                self.progress.drop(None)  # schedules are tried without variants
             if plain is not None and found is not None:
                 self._gain = min(self._gain or 1.0, found.seconds / plain.seconds)
         chosen = plain or best
@@ -243,21 +243,27 @@ class _Search:
         Args:
             exact: try those that change no result, or only the others.
         """
+        shapes = self._resorts(exact)
+        looks = ahead.of_resorts(shapes, self._excluding, self._depth > MOST_DEEP)
+        self.progress.also(looks)
+        for shape in shapes:
+            if (missing := self.wanted - len(self.fitting)) > 0:
+                self.progress.doubt(looks.keys() - ahead.enough(looks, self._excluding, missing))
+                self.progress.begin(shape.plan)
+                looks.pop(shape.plan, None)
+                self.try_with_variants(shape)
+
+    def _resorts(self, exact: bool) -> list[Shape]:
+        """The last resorts that change no result, or only the others."""
         divided = self._divisions[0]
         shapes = [self._shape(offer, divided) for offers in LAST_RESORTS for offer in offers(divided.site)]
-        shapes = [one for one in shapes if any(choice.changes for choice in choices_of(one.plan)) != exact]
-        plans, missing = [one.plan for one in shapes], self.wanted - len(self.fitting)
-        if looks := looks_at_resorts(plans, self._excluding, missing):
-            self.progress = self.progress.then(looks, self._deep)
-        for shape in shapes:
-            if len(self.fitting) < self.wanted:
-                self.progress.begin(shape.plan)
-                self.try_with_variants(shape)
+        return [one for one in shapes if any(choice.changes for choice in choices_of(one.plan)) != exact]
 
     def try_other(self, task: TrainingTask, resorts: bool = False) -> None:
         """Try plans for a task with other results, without offload or with `resorts`, until enough plans fit."""
         first = (lambda found: None) if self.fitting else self.first
         run = _Search(task, self.machines, self.base, self.say, first, wanted=self.wanted - len(self.fitting))
+        run.progress = self.progress
         divided = self._divisions[0]
         for offer in () if resorts else zero.offers(divided.site):
             if isinstance(offer, Offer) and len(run.fitting) < run.wanted:
@@ -278,14 +284,17 @@ class _Search:
             if not self.fitting:
                 self.try_other(tasks[0], resorts=True)
 
-    def estimates(self, shapes: Sequence[Shape]) -> list[Prediction]:
-        """The first estimate of each shape that is expected to fit, the fastest first; the search starts from them."""
+    def estimates(self, shapes: Sequence[Shape], resorts: bool = False) -> list[Prediction]:
+        """The first estimate of each shape that is expected to fit, the fastest first; the search starts from them.
+
+        Args:
+            resorts: whether last resorts are tried even where other plans fit.
+        """
         chosen: list[Prediction] = []
-        looks: dict[Plan, int] = {}
-        began, room = time.perf_counter(), (1 - MARGIN) * self.machines.device.capacity_bytes
+        looks: dict[Plan | None, Looks] = {}
+        room = (1 - MARGIN) * self.machines.device.capacity_bytes
         hopeful = [shape for shape in shapes if self._least_bytes(shape.plan) <= room]
         estimators = self._estimators(dict.fromkeys(shape.together for shape in hopeful))
-        each = (time.perf_counter() - began) / (min(2, len(estimators)) + 1) if estimators else 0.0
         for shape in (shape for shape in shapes if shape.together in estimators):
             variants = self._variants(shape.plan)
             found = expectation_of(shape, variants, estimators[shape.together])
@@ -294,18 +303,13 @@ class _Search:
             if shape.offer.counts:
                 self._expected[shape.plan] = found
             varied = [one for one in variants if self._least_bytes(one) <= room]
-            looks[shape.plan] = looks_of(shape, varied, found, are_many(shapes), shape in hopeful)
-        planned: dict[Plan | None, int] = {}
-
-        def expect(shape: Shape) -> float:
-            planned[shape.plan] = looks.get(shape.plan, 0)
-            known = self._expected.get(shape.plan)
-            return known.seconds if known is not None and known.near else math.inf
-
-        best = in_turn(shapes, self._expected, expect) if estimators else None
-        if best is not None and are_many(shapes):
-            planned[None] = len([*best.offer.faster(self._expected[best.plan].near[0].plan.microbatches, self._site)])
-        self.progress = SearchProgress(planned, each, self._deep, depth=self._depth)
+            looks[shape.plan] = ahead.of_shape(shape, varied, found, shape in hopeful)
+        planned, best = ahead.of_all(shapes, self._expected, looks, self._site)
+        likely = best or any(ahead.is_likely(plan, self._excluding) for plan in planned if plan)
+        if resorts or not likely:
+            every = self._resorts(exact=True) + (self._resorts(exact=False) if self.task.others is not None else [])
+            planned |= ahead.likely_resorts(every, self._excluding, ENOUGH, self._depth > MOST_DEEP)
+        self.progress = SearchProgress(planned, self._depth, best=best, spent=self.progress.spent)
         return sorted(chosen, key=lambda one: (one.seconds, one.peak_bytes))
 
     def _estimators(self, sizes: Iterable[int]) -> dict[int, Estimator]:
@@ -318,8 +322,9 @@ class _Search:
                 continue
             self.say(f"{'one rank' if together == 1 else f'{together} ranks that split layers'}, for first estimates")
             try:
-                like = next(iter(found.values()), None)
+                like, began = next(iter(found.values()), None), self.progress.now()
                 made = Estimator.of(self.task, self.base, self.machines, self._excluding.sizes, together, like)
+                self.progress.took(made.one.plan, self.progress.now() - began, first=like is None)
                 found[together] = self._made[together] = replace(made, layers=self._costs())
             except ZeroshardError as error:
                 if together == 1:  # the search reports it, plan by plan
@@ -372,7 +377,7 @@ class _Search:
         """Try faster settings, such as other schedules, for the fastest plan of a shape that fits."""
         kinds = [self._with(plan, 1) for plan in (shape.plan, shape.leaner)]
         found = min((p for p in self.fitting if unsplit(p.plan) in kinds), key=lambda p: p.seconds, default=None)
-        if found is None or found.seconds - found.causes.get("bubble", 0.0) >= self._fastest:
+        if found is None or ahead.busy(found) >= self._fastest:
             return
         m = found.plan.microbatches
         for other in shape.offer.faster(m, self._site):
@@ -386,6 +391,7 @@ class _Search:
             self._refuse(found.plan, found.batch, *lacking(found), found)
         elif found is not None:
             self.fitting.append(found)
+            self.progress.best = min(self.fitting, key=rank).plan
             if len(self.fitting) == 1:
                 self.first(Found((found,), (), self.looked_at, 0.0))
         return found is not None and found.fits
@@ -397,10 +403,6 @@ class _Search:
             return tuple(nearest_ways(self.task, self.base, self.machines, sizes, seen, self.refused))
         except ZeroshardError:
             return ()
-
-    def try_plan(self, plan: Plan, rows: int) -> None:
-        """Look at one given plan."""
-        self._keep(self._rehearse(plan, rows))
 
     def timed(self, prediction: Prediction) -> Prediction:
         """The prediction with a time measured on few blocks, if this machine can hold them."""
@@ -444,7 +446,7 @@ class _Search:
                 plan = plan.with_settings(choice.filled(lambda chunks: self._layers_of(each).split(chunks)))
             self.say(f"{self.progress.look(plan)}{short(plan, self.machines.count)}, {rows} rows per data rank")
             self._seen[key] = predict(self.task, plan, self.machines, rows)
-            self.progress.spare(lambda ahead: self._excluding.crowded(ahead, rows, self._seen) is not None)
+            self.progress.spare(lambda other: self._excluding.crowded(other, rows, self._seen) is not None)
         except ZeroshardError as error:
             self._refuse(plan, rows, str(error), "")
             return None
@@ -458,7 +460,8 @@ class _Search:
         """The least that a plan needs, if that exceeds a device by `Exclusions`' notes."""
         crowded = self._excluding.crowded(plan, rows, self._seen)
         leaner = {name: value for choice in choices_of(plan) for name, value in choice.leaner_first.items()}
-        known = self._rehearse(plan.with_settings(leaner), rows) if leaner and not (crowded or self._deep) else None
+        first = leaner and self._depth > MOST_DEEP and not crowded
+        known = self._rehearse(plan.with_settings(leaner), rows) if first else None
         bound = crowded if known is None else self._excluding.at_least(plan, known)
         return bound if bound is not None and "device" in bound.full else None
 
@@ -472,11 +475,6 @@ class _Search:
             PlanError: the model is no chain.
         """
         return len(self._layers_of(1).names)
-
-    @property
-    def _deep(self) -> int:
-        """Blocks of a whole rehearsal of the best plan; 0 where they are too many."""
-        return self._depth if self._depth <= MOST_DEEP else 0
 
     @property
     def _depth(self) -> int:
