@@ -86,6 +86,14 @@ def test_stages_are_offered_as_far_as_there_are_blocks() -> None:
     ]  # 8 chunks of 5 blocks
 
 
+def test_chunks_are_offered_to_pipelines_that_are_rehearsed_quickly() -> None:
+    """Each stage of a pipeline with several chunks per stage is rehearsed."""
+    place = site(8, 8, 64, blocks=32)
+    two, four, eight = pipeline.offers(place)
+    assert isinstance(two, Offer) and isinstance(four, Offer) and isinstance(eight, Offer)
+    assert [len(list(offer.faster(8, place))) for offer in (two, four, eight)] == [2, 2, 1]
+
+
 def test_a_model_that_is_no_chain_is_refused_once() -> None:
     def tangled() -> int:
         raise PlanError("no chain")

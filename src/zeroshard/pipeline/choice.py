@@ -10,6 +10,7 @@ from zeroshard.planning.offers import Fastest, Offer, Refused, Site, divisors
 from zeroshard.planning.questions import Choice, Description, LeftOut, Split, States
 from zeroshard.schedule import PipelineSchedule
 from zeroshard.schedule.lower import LOANS_UNDER_WAY
+from zeroshard.schedule.peaks import MOST_FILLED
 
 FASTER: tuple[dict[str, Any], ...] = (
     {"pipeline_parallel.schedule": "interleaved", "pipeline_parallel.virtual_stages": 2},
@@ -164,5 +165,7 @@ def offers(site: Site) -> Iterator[Offer | Refused]:
 def _faster(stages: int, microbatches: int, site: Site) -> Iterator[Mapping[str, Any]]:
     for other in FASTER:
         chunks = other.get("pipeline_parallel.virtual_stages", 1)
-        if (chunks == 1 or microbatches % stages == 0) and stages * chunks <= site.blocks():
+        if chunks > 1 and (microbatches % stages or stages > MOST_FILLED):
+            continue  # each of more stages would be rehearsed, for minutes
+        if stages * chunks <= site.blocks():
             yield other
