@@ -167,11 +167,13 @@ def batch(rows):
 
 
 def test_code_of_the_user_may_make_modules_without_initialisers(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its tensors are made on the host; a row of its batches counts as one token, so no share of the peak is told."""
-    (tmp_path / "mine.py").write_text(MINE.replace("{settings}", repr(IMAGE)))
-    main(["plan", "--model", str(tmp_path / "mine.py"), "--gpu", "A100-80"])
+    monkeypatch.chdir(tmp_path)  # a line of the answer that begins with a long path is wrapped
+    monkeypatch.syspath_prepend(tmp_path)
+    Path("own_vit.py").write_text(MINE.replace("{settings}", repr(IMAGE)))
+    main(["plan", "--model", "own_vit.py", "--gpu", "A100-80"])
     said = capsys.readouterr().out
     assert "4 rows per step, each counted as a token" in said
     assert " rows/s." in said and "MFU" not in said and "zs.Plan(" in said
