@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from zeroshard.checkpoint import CheckpointDisk, Reader, Slot
 from zeroshard.checkpoint.export import (
@@ -23,12 +22,12 @@ from zeroshard.checkpoint.file_names import FAMILY, grouped, stacks_apart
 from zeroshard.checkpoint.folder import find_checkpoint
 from zeroshard.checkpoint.weights import SINGLE
 from zeroshard.cli.early_options import ExportOptions
-from zeroshard.errors import CheckpointError, ConfigError, ModelError
+from zeroshard.errors import CheckpointError, ConfigError
 from zeroshard.interop.huggingface.quantized import METHOD, package
 from zeroshard.precision.cast import floating_dtype
 from zeroshard.quantized.stored import FACT, StoredWeight, stored_weights
 from zeroshard.text import format_bytes, shard_bytes
-from zeroshard.train.own_code import check_arguments, imported
+from zeroshard.train.own_code import maker_of, named_code
 
 Source = str | StoredWeight
 STATISTICS = ("_absmax", "_SCB")  # ends of the names of quantised weights' scales
@@ -55,7 +54,7 @@ def run_export(argv: Sequence[str]) -> None:
         _check_adapters(options)
         adapters = importlib.import_module("zeroshard.interop.huggingface.stored_adapters")
         sizes = adapters.ExportSizes(dtype, options.max_shard_size)
-        own = None if options.model is None else _factory(options.model)
+        own = None if options.model is None else maker_of(named_code(options.model))
         plan, read = adapters.planned_adapters(reader, options.adapter, options.base_folder, sizes, own)
     write_export(plan, converted(plan.groups, read), out, CheckpointDisk())
     _print(plan, reader, out)
@@ -74,24 +73,6 @@ def _check_adapters(options: ExportOptions) -> None:
         raise ConfigError(f"{given} of a base with adapters; add --merge or --adapter NAME.")
     if options.adapter is not None and options.dtype is not None:
         raise ConfigError("--dtype is for whole models, and an adapter is written as it was trained; leave it out.")
-
-
-def _factory(text: str) -> Callable[[], nn.Module]:
-    """The user's class or function that makes the model.
-
-    Raises:
-        ModelError: it cannot be imported, or needs arguments.
-    """
-    factory = imported(text)
-    check_arguments(text, factory)
-
-    def made() -> nn.Module:
-        model = factory()
-        if not isinstance(model, nn.Module):
-            raise ModelError(f"{text} returned {type(model).__name__}; it must return an nn.Module")
-        return model
-
-    return made
 
 
 def _as_saved(

@@ -19,7 +19,7 @@ from zeroshard.moe.policy import Mixture
 from zeroshard.step.batch import loss_in
 from zeroshard.train.gpt import GPT
 from zeroshard.train.named_models import Code, model_named
-from zeroshard.train.own_code import check_arguments, import_code
+from zeroshard.train.own_code import maker_of
 from zeroshard.train.sizes import SIZES
 
 
@@ -127,11 +127,7 @@ def takes_tokens(module: nn.Module) -> bool | None:
 def _own_model(spec: str, code: Code, vocabulary: int, context: int, dropout: float, mixture: Mixture) -> BuiltModel:
     if dropout:
         raise ModelError(f"a dropout of {dropout} was given for {spec}, whose code sets its own; set it there")
-    factory = import_code(code)
-    check_arguments(spec, factory)
-    module = factory()
-    if not isinstance(module, nn.Module):
-        raise ModelError(f"{spec} returned {type(module).__name__}; it must return an nn.Module")
+    module = maker_of(code)()
     hugging_face = takes_tokens(module)
     if hugging_face is None:
         raise ModelError(

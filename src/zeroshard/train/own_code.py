@@ -21,10 +21,19 @@ def imported(text: str) -> Callable[..., Any]:
     Raises:
         ModelError: it cannot be imported, or is no class or function, or the file has several.
     """
+    return import_code(named_code(text))
+
+
+def named_code(text: str) -> Code:
+    """The class or function that a text names.
+
+    Raises:
+        ModelError: it names none, or there is no such file or module.
+    """
     code = code_named(text)
     if code is None:
         raise ModelError(f"{text!r} names no class or function; write {FORMS}.")
-    return import_code(code)
+    return code
 
 
 def import_code(code: Code) -> Callable[..., Any]:
@@ -46,6 +55,24 @@ def import_code(code: Code) -> Callable[..., Any]:
         raise ModelError(f"{code.text} is {type(found).__name__}; it must be a class or a function.")
     function: Callable[..., Any] = found
     return function
+
+
+def maker_of(code: Code) -> Callable[[], nn.Module]:
+    """A function that makes the module of the user's code.
+
+    Raises:
+        ModelError: as `import_code` and `check_arguments`; and when called, of a function that makes no module.
+    """
+    factory = import_code(code)
+    check_arguments(code.text, factory)
+
+    def made() -> nn.Module:
+        module = factory()
+        if not isinstance(module, nn.Module):
+            raise ModelError(f"{code.text} returned {type(module).__name__}; it must return an nn.Module")
+        return module
+
+    return made
 
 
 def check_arguments(text: str, factory: Callable[..., Any]) -> None:
