@@ -86,8 +86,8 @@ class Crossing:
 
     def route(
         self, firsts: Sequence[int], stages: int, carried: Collection[ReturnedValue], most: float = math.inf
-    ) -> None:
-        """Choose the messages of each value.
+    ) -> list[Skip]:
+        """Choose the messages of each value; returns those that pass over chunks from stage to stage.
 
         Args:
             firsts: the first layer of every chunk, and one past the last layer.
@@ -103,6 +103,7 @@ class Crossing:
                     together[hop] = (*together.get(hop, ()), source)
             for hop, sources in together.items():
                 self.routes.setdefault(hop, []).append(sources)
+        return [hop for hop in self.routes if hop.target > hop.source + 1 and (hop.target - hop.source) % stages]
 
     def of_call(self, path: str, number: int) -> list[ReturnedValue]:
         """The sources in a module's output of one call."""

@@ -205,9 +205,9 @@ class Chain:
         """Choose the messages of all values; returns the schedule with those that pass over chunks."""
         stages, most = pipeline.layout.stages, pipeline.farthest
         learned = self.carried.route(firsts, stages, most)
-        self.crossing.route(firsts, stages, self.carried.reach if self.carried.needed else (), most)
-        far = {hop for hop in self.crossing.routes if (hop[1] - hop[0]) % stages and hop[1] > hop[0] + 1}
-        return replace(pipeline, skips=tuple(sorted({*learned, *far})), one_way=tuple(sorted(far.difference(learned))))
+        others = set(self.crossing.route(firsts, stages, self.carried.reach if self.carried.needed else (), most))
+        one_way = tuple(sorted(others.difference(learned)))
+        return replace(pipeline, skips=tuple(sorted(others.union(learned))), one_way=one_way)
 
     def boundary(self, layer: int, forward: Callable[[], Any]) -> Tensor:
         """A placeholder (shape and dtype) of a layer's input for the microbatch of `forward`."""
