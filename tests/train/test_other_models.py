@@ -52,6 +52,12 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...], int]] = {  # its la
     "ASTForAudioClassification": (
         "ASTConfig", IMAGE | {"num_mel_bins": 16, "max_length": 32}, ("input_values", "labels"), 20,
     ),
+    "Wav2Vec2ForSequenceClassification": (
+        "Wav2Vec2Config",
+        TEXT | {"conv_dim": [8, 8], "conv_kernel": [10, 3], "conv_stride": [5, 2], "classifier_proj_size": 8,
+                "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "layerdrop": 0.0},
+        ("input_values", "labels"), 20,
+    ),
     "CLIPModel": (
         "CLIPConfig",
         {"text_config": TEXT | {"max_position_embeddings": 12}, "vision_config": IMAGE},
@@ -74,6 +80,7 @@ def test_a_batch_of_a_configuration_trains_its_class(tmp_path: Path, name: str) 
     assert found is not None and found.name == name and found.sequence == sequence
     batch = found.batch(3)
     assert tuple(batch) == keys
+    assert found.tokens == (sequence if name.split("For")[0] not in ("Whisper", "AST", "Wav2Vec2", "CLIPModel") else 1)
     assert all(len(value) == 3 for value in batch.values() if isinstance(value, torch.Tensor))
     torch.manual_seed(0)
     model = found.build()
@@ -92,6 +99,7 @@ def test_a_batch_of_a_configuration_trains_its_class(tmp_path: Path, name: str) 
         ("BertModel", "BertConfig", TEXT),  # has no loss
         ("Wav2Vec2ForCTC", "Wav2Vec2Config", {}),  # its loss reads values of labels
         ("SegformerForSemanticSegmentation", "SegformerConfig", {}),  # labels of another shape
+        ("Wav2Vec2BertForSequenceClassification", "Wav2Vec2BertConfig", {}),  # a row's shape is in no known field
         ("MineForMaskedLM", "BertConfig", TEXT),  # no class of transformers
     ],
 )

@@ -25,7 +25,6 @@ LABELS = {  # auto mappings of transformers, by the labels of their models
     "row": ("SEQUENCE_CLASSIFICATION", "IMAGE_CLASSIFICATION", "AUDIO_CLASSIFICATION"),
     "span": ("QUESTION_ANSWERING",),
 }
-SAMPLES = 320  # of audio in one frame of a model, where its convolutions do not say
 CHANNELS = 3
 
 
@@ -36,7 +35,7 @@ class OtherModel:
     Attributes:
         kind: the class.
         labels: "token", "row", "span" or "contrast".
-        sequence: tokens of a row, or patches of an image; 1 if these are not known.
+        sequence: labels of a row of text, patches of an image, or frames of audio; 1 if these are not known.
     """
 
     kind: Any
@@ -48,6 +47,12 @@ class OtherModel:
     def name(self) -> str:
         """The name of the class."""
         return str(self.kind.__name__)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a row; 1 where layers have unlike numbers of them, as with audio, or with images beside text."""
+        alike = self.kind.main_input_name in ("input_ids", "pixel_values") and self.labels != "contrast"
+        return self.sequence if alike else 1
 
     def build(self) -> nn.Module:
         """The model in fp32, with the values that transformers draws."""
@@ -70,7 +75,7 @@ class OtherModel:
         if main == "pixel_values" or (self.labels == "contrast" and "pixel_values" in takes):
             batch["pixel_values"] = torch.zeros(rows, *_image(self.config))
         if main in ("input_features", "input_values"):
-            batch[main] = torch.zeros(rows, *_audio(self.config, self.sequence))
+            batch[main] = torch.zeros(rows, *(_audio(self.config, self.sequence) or ()))
         return batch | self._labels(rows)
 
     def _labels(self, rows: int) -> dict[str, Any]:
@@ -106,6 +111,8 @@ def other_model(file: Path, sequence: int) -> OtherModel | None:
     if labels is None or kind.main_input_name not in ("input_ids", "pixel_values", "input_features", "input_values"):
         return None
     length = min(sequence, _positions(config) or sequence)
+    if kind.main_input_name in ("input_features", "input_values") and _audio(config, length) is None:
+        return None
     return OtherModel(kind, config, labels, _patches(config) if kind.main_input_name == "pixel_values" else length)
 
 
@@ -146,15 +153,15 @@ def _patches(config: Any) -> int:
     return max(1, height // down * (width // across))
 
 
-def _audio(config: Any, sequence: int) -> tuple[int, ...]:
-    """The shape of one row of audio: mel bands by frames, frames by bands, or samples."""
+def _audio(config: Any, sequence: int) -> tuple[int, ...] | None:
+    """The shape of one row of audio: mel bands by frames, frames by bands, or samples; None if it is not known."""
     bands = getattr(config, "num_mel_bins", None)
     if bands and getattr(config, "max_source_positions", None):  # the encoder's convolutions halve the frames
         return int(bands), 2 * int(config.max_source_positions)
     if bands and getattr(config, "max_length", None):
         return int(config.max_length), int(bands)
     strides = getattr(config, "conv_stride", None)
-    return ((prod(strides) if strides else SAMPLES) * (sequence + 1),)
+    return (prod(strides) * (sequence + 1),) if strides else None
 
 
 def _zeros(*shape: int) -> Tensor:

@@ -67,7 +67,7 @@ def other_task(config: TrainConfig, rows: int) -> TrainingTask | None:
     file = model_named(config.model).file
     if file is None or (other := other_model(file, config.sequence)) is None:
         return None
-    named = replace(config, model=f"{config.model}:{other.name}", sequence=other.sequence)
+    named = replace(config, model=f"{config.model}:{other.name}", sequence=other.tokens)
     module, build = _built(named.model, other.build)
     task = _task(named, build, other.batch, rows)
     return _made_aside(replace(task, identity=identity_of(module, *_rates(config))), config)
