@@ -90,7 +90,8 @@ def generators_reached(roots: Iterable[Any]) -> list[Any]:
             kind = type(each)
             if (known := kinds.get(id(kind))) is None:
                 known = kinds[id(kind)] = kind, _step_from(each), code if isinstance(each, CODE) else data
-            known[2].append((known[1], each))
+            if known[1] is not None:
+                known[2].append((known[1], each))
     return list(found.values())
 
 

@@ -1,6 +1,7 @@
 """Lowering: pure passes that add gathers, reductions, updates and messages to a rank's compute."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from zeroshard.schedule.actions import BACKWARDS, COMPUTE, Action, Kind, Schedule
@@ -158,65 +159,90 @@ def with_messages(
         one_way: those of them that bring no gradient back.
     """
     back = [skip for skip in skips if skip not in one_way]
+    holders = _Holders(layout, rank)
     for distance in sorted({target - source for source, target in skips}, reverse=True):
         alike, behind = ([skip for skip in each if skip.target - skip.source == distance] for each in (skips, back))
-        needs = {
-            n: _receives(a, layout, rank, alike if a.kind is Kind.FORWARD else behind)
-            for n, a in enumerate(schedule)
-            if a.kind in COMPUTE
-        }
-        schedule = _ahead(schedule, needs, lookahead * distance)
-    needs = {n: _receives(a, layout, rank) for n, a in enumerate(schedule) if a.kind in COMPUTE}
+        schedule = _ahead(schedule, partial(_received, holders, alike, behind), lookahead * distance)
     lowered: Schedule = []
-    for action in _ahead(schedule, needs, lookahead):
+    for action in _ahead(schedule, partial(_beside, holders, RECEIVED), lookahead):
         lowered.append(action)
         if action.kind in COMPUTE:
-            lowered += _sends(action, layout, rank)
-            lowered += _sends(action, layout, rank, skips if action.kind is Kind.FORWARD else back) if skips else ()
+            lowered += _beside(holders, SENT, action)
+            lowered += _sent(holders, skips, back, action) if skips else ()
     return lowered
 
 
-def _ahead(schedule: Schedule, needs: Mapping[int, Schedule], lookahead: int) -> Schedule:
-    """Put the receives that an action needs before the compute that comes `lookahead` earlier."""
-    computes = [n for n, action in enumerate(schedule) if action.kind in COMPUTE]
-    early: dict[int, Schedule] = {}
-    for place, n in enumerate(computes):
-        early.setdefault(computes[max(0, place - lookahead)], []).extend(needs.get(n, ()))
+class _Holders(dict[int, range]):
+    """By chunk, the ranks of all replicas to which messages of a rank go in turn; no rank for a chunk that is none."""
+
+    def __init__(self, layout: Layout, rank: int) -> None:
+        super().__init__()
+        self.rank, self._layout = rank, layout
+
+    def __missing__(self, chunk: int) -> range:
+        layout = self._layout
+        members = layout.members(chunk % layout.stages)[layout.place_of(self.rank) :: layout.ranks_per_replica]
+        self[chunk] = found = members if 0 <= chunk < layout.all_chunks else range(0)
+        return found
+
+
+def _ahead(schedule: Schedule, receives: Callable[[Action], Schedule], lookahead: int) -> Schedule:
+    """Put the receives that a compute needs before the compute that comes `lookahead` earlier."""
+    computes = [action for action in schedule if action.kind in COMPUTE]
     lowered: Schedule = []
-    for n, action in enumerate(schedule):
-        lowered += early.get(n, ())
+    posted, ahead = 0, lookahead + 1  # computes whose receives are posted, and that must be
+    for action in schedule:
+        if action.kind in COMPUTE:
+            for later in computes[posted:ahead]:
+                lowered += receives(later)
+            posted, ahead = ahead, ahead + 1
         lowered.append(action)
     return lowered
 
 
-def _receives(action: Action, layout: Layout, rank: int, skips: Sequence[Skip] | None = None) -> Schedule:
-    """The receives of a compute's inputs: that of the chunk beside it, or those of `skips`."""
+RECEIVED = {Kind.FORWARD: (Kind.RECEIVE_FORWARD, -1), **dict.fromkeys(BACKWARDS, (Kind.RECEIVE_BACKWARD, 1))}
+SENT = {Kind.FORWARD: (Kind.SEND_FORWARD, 1), **dict.fromkeys(BACKWARDS, (Kind.SEND_BACKWARD, -1))}
+
+
+def _beside(holders: _Holders, messages: Mapping[Kind, tuple[Kind, int]], action: Action) -> Schedule:
+    """The message of a compute from or to the chunk beside it."""
+    kind, chunk, j, version, _ = action
+    if kind not in messages:
+        return []
+    message, step = messages[kind]
+    ranks = holders[chunk + step]
+    assert j is not None
+    peer = ranks[j % len(ranks)] if ranks else holders.rank
+    return [] if peer == holders.rank else [Action(message, chunk, j, version, peer)]
+
+
+def _received(holders: _Holders, skips: Sequence[Skip], back: Sequence[Skip], action: Action) -> Schedule:
+    """The receives of a compute's inputs by `skips`, and by `back` of gradients."""
     kind, chunk, _, _, _ = action
     if kind is Kind.FORWARD:
-        sources = [chunk - 1] if skips is None else [source for source, target in skips if target == chunk]
-        return _between(action, Kind.RECEIVE_FORWARD, sources, layout, rank)
+        sources = [source for source, target in skips if target == chunk]
+        return _between(action, Kind.RECEIVE_FORWARD, sources, holders)
     if kind in BACKWARDS:
-        targets = [chunk + 1] if skips is None else [target for source, target in skips if source == chunk]
-        return _between(action, Kind.RECEIVE_BACKWARD, targets, layout, rank)
+        targets = [target for source, target in back if source == chunk]
+        return _between(action, Kind.RECEIVE_BACKWARD, targets, holders)
     return []
 
 
-def _sends(action: Action, layout: Layout, rank: int, skips: Sequence[Skip] | None = None) -> Schedule:
-    """The sends of a compute's outputs: to the chunk beside it, or those of `skips`."""
+def _sent(holders: _Holders, skips: Sequence[Skip], back: Sequence[Skip], action: Action) -> Schedule:
+    """The sends of a compute's outputs by `skips`, and by `back` of gradients."""
     kind, chunk, _, _, _ = action
     if kind is Kind.FORWARD:
-        targets = [chunk + 1] if skips is None else [target for source, target in skips if source == chunk]
-        return _between(action, Kind.SEND_FORWARD, targets, layout, rank)
+        targets = [target for source, target in skips if source == chunk]
+        return _between(action, Kind.SEND_FORWARD, targets, holders)
     if kind in BACKWARDS:
-        sources = [chunk - 1] if skips is None else [source for source, target in skips if target == chunk]
-        return _between(action, Kind.SEND_BACKWARD, sources, layout, rank)
+        sources = [source for source, target in back if target == chunk]
+        return _between(action, Kind.SEND_BACKWARD, sources, holders)
     return []
 
 
-def _between(action: Action, kind: Kind, others: Sequence[int], layout: Layout, rank: int) -> Schedule:
+def _between(action: Action, kind: Kind, others: Sequence[int], holders: _Holders) -> Schedule:
     """Messages of a kind between an action's chunk and those of `others` that exist and are on other ranks."""
     _, chunk, j, version, _ = action
-    place = layout.place_of(rank)
     assert j is not None
-    peers = [layout.rank_of(other, j, place) for other in others if 0 <= other < layout.all_chunks]
-    return [Action(kind, chunk, j, version, peer) for peer in peers if peer != rank]
+    peers = [ranks[j % len(ranks)] for other in others if (ranks := holders[other])]
+    return [Action(kind, chunk, j, version, peer) for peer in peers if peer != holders.rank]
