@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import zeroshard as zs
 from zeroshard.errors import BatchError
+from zeroshard.losses.labels import calls_loss_function
 from zeroshard.step.batch import loss_of
 
 transformers = pytest.importorskip("transformers")
@@ -28,6 +29,8 @@ PLANS: dict[str, dict[str, Any]] = {
         "loss_chunk": 7,
     },
 }
+BART = transformers.BartConfig(vocab_size=VOCABULARY, d_model=16, decoder_layers=1, encoder_layers=1,
+                               decoder_attention_heads=2, decoder_ffn_dim=16, max_position_embeddings=16)  # fmt: skip
 MAKERS = {"gpt2": gpt2, "llama": llama}
 
 
@@ -96,19 +99,47 @@ def test_the_balance_loss_of_a_mixture_is_a_penalty() -> None:
     torch.testing.assert_close(loss.value / loss.items, wanted)
 
 
+SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+def small(name: str) -> Any:
+    kind = getattr(transformers, name)
+    return kind(kind.config_class(vocab_size=VOCABULARY, pad_token_id=0, **SMALL))
+
+
 def test_labels_are_those_of_the_loss_function() -> None:
     labels = torch.tensor([[1, 2, -100], [-100, 3, 4]])
     output, batch = SimpleNamespace(loss=torch.tensor(2.0)), {"labels": labels, "num_items_in_batch": 5}
-    functions = transformers.loss.loss_utils.LOSS_MAPPING
-    for kind, count in {"ForCausalLM": 3, "ForMaskedLM": 4, "ForTokenClassification": 4}.items():
-        loss = loss_of(SimpleNamespace(loss_function=functions[kind]), output, batch)
-        assert (loss.value, loss.items) == (10.0, count)
-    model = SimpleNamespace(loss_function=functions["ForCausalLM"])
+    counts = {"LlamaForCausalLM": 3, "ModernBertForMaskedLM": 4, "LlamaForTokenClassification": 4}
+    for name, count in counts.items():
+        loss = loss_of(small(name), output, batch)
+        assert (loss.value, loss.items) == (10.0, count), name
+    model = small("LlamaForCausalLM")
     assert loss_of(model, output, {**batch, "shift_labels": labels}).items == 4
     assert loss_of(model, output, {"labels": labels})[:2] == (2.0, None)
     for other, given in ((nn.Linear(1, 1), batch), (model, {"num_items_in_batch": 5})):
         with pytest.raises(BatchError, match=r"num_items_in_batch, whose labels are not known .* to \(sum, count\)"):
             loss_of(other, output, given)
+
+
+@pytest.mark.parametrize("name", ["BertForMaskedLM", "BertForTokenClassification", "BartForCausalLM"])
+def test_a_model_that_leaves_the_argument_aside_is_refused(name: str) -> None:
+    model = transformers.BartForCausalLM(BART) if name == "BartForCausalLM" else small(name)
+    batch = {"input_ids": torch.tensor([[1, 2, 1]]), "labels": torch.tensor([[1, 1, -100]])}
+    means = [model.eval()(**batch, num_items_in_batch=items).loss for items in (1, 5)]
+    torch.testing.assert_close(*means)
+    engine = zs.Engine(model, SGD, zs.Plan())
+    with pytest.raises(BatchError, match=f"num_items_in_batch, which {name} leaves aside: .* Leave the argument out"):
+        engine.train_step({**batch, "num_items_in_batch": 5})
+
+
+def test_wrapped_models_are_asked_inside() -> None:
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(small("LlamaForCausalLM"), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    batch = {"input_ids": torch.tensor([[1, 2, 1]]), "labels": torch.tensor([[1, 1, -100]]), "num_items_in_batch": 5}
+    loss = loss_of(model, model(**batch), batch)
+    assert loss.items == 1
+    assert not calls_loss_function(small("BertForMaskedLM")) and calls_loss_function(model)
 
 
 def masked(mesh: zs.Mesh, form: str, zero: int) -> Any:

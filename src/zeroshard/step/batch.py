@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from zeroshard.errors import BatchError
+from zeroshard.losses.labels import labels_that_count
 from zeroshard.precision.clash import raise_explained
 from zeroshard.step.losses import Loss
 from zeroshard.units.hooks import map_tensors, tensors_of
@@ -121,9 +122,6 @@ def loss_in(output: Any) -> torch.Tensor:
     )
 
 
-SHIFTS = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False, "ForTokenClassification": False}  # labels, by one token
-
-
 def loss_of(model: Any, output: Any, batch: Any) -> Loss:
     """The loss in a model's output: a mean; or the sum, where the batch gives transformers' `num_items_in_batch`.
 
@@ -131,25 +129,18 @@ def loss_of(model: Any, output: Any, batch: Any) -> Loss:
     any number above 0: the count is that of the labels.
 
     Raises:
-        BatchError: there is no loss; or with that argument, no labels, or a loss function that does not take it.
+        BatchError: there is no loss; or with that argument, as `labels_that_count`.
     """
     loss = loss_in(output)
     items = batch.get("num_items_in_batch") if isinstance(batch, Mapping) else None
     if items is None:
         return Loss(loss)
-    name = getattr(getattr(model, "loss_function", None), "__name__", "its own")
-    labels = batch.get("labels")
-    if name not in SHIFTS or not isinstance(labels, torch.Tensor):
-        raise BatchError(
-            f"The batch has num_items_in_batch, whose labels are not known ({type(model).__name__} with the loss "
-            f"function {name}); pass Engine(..., loss=function of (output, batch) to (sum, count))."
-        )
-    shifted = batch.get("shift_labels", labels[..., 1:] if SHIFTS[name] else labels)
+    count = labels_that_count(model, batch)
     balance = getattr(output, "aux_loss", None)  # of a mixture of experts, which the model has added to its loss
     if balance is None:
-        return Loss.by_sum(loss * items, (shifted != -100).sum())
+        return Loss.by_sum(loss * items, count)
     penalty = model.config.router_aux_loss_coef * balance
-    return Loss.by_sum((loss - penalty) * items, (shifted != -100).sum(), penalty)
+    return Loss.by_sum((loss - penalty) * items, count, penalty)
 
 
 def call_with(model: Any, batch: Any) -> Any:
