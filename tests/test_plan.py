@@ -295,8 +295,8 @@ def test_a_plan_survives_json(values: dict[str, Any]) -> None:
 
 def test_a_budget_is_a_size() -> None:
     assert Plan(device_memory="1.5GiB").device_budget == 1_610_612_736
-    with pytest.raises(PlanError, match=r"device_memory is '1 TB'.*KiB, MiB, GiB"):
-        Plan(device_memory="1 TB")
+    with pytest.raises(PlanError, match=r"device_memory is '1 PB'.*KiB, MiB, GiB"):
+        Plan(device_memory="1 PB")
 
 
 def test_no_budget() -> None:

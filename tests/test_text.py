@@ -82,6 +82,8 @@ def test_times_and_decimals() -> None:
         ("2MB", 2_000_000),
         ("1.5GiB", 1_610_612_736),
         ("0.5 GB", 500_000_000),
+        ("1TiB", 2**40),
+        ("2 TB", 2 * 10**12),
         ("  3 KiB ", 3072),
         (" 3 B ", 3),
         (".5 KB", 500),
@@ -92,7 +94,7 @@ def test_parse_bytes(size: str | int, expected: int) -> None:
     assert parse_bytes(size) == expected
 
 
-NO_SIZES = "|B|1.2.3MiB|.|-1|1e9|1 TB|1mib|1Mi|MiB 1|1 MiB 2|nan|inf|1.5|1.5 B|GiB|1..5GiB|3 XB"
+NO_SIZES = "|B|1.2.3MiB|.|-1|1e9|1 PB|1mib|1Mi|MiB 1|1 MiB 2|nan|inf|1.5|1.5 B|GiB|1..5GiB|3 XB"
 
 
 @pytest.mark.parametrize("size", [*NO_SIZES.split("|"), 1.5])

@@ -10,7 +10,8 @@ from zeroshard.errors import ConfigError
 
 DASH = "\N{EN DASH}"
 MINUS = "\N{MINUS SIGN}"
-_UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+_UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _BYTE_UNITS = ("B", "KiB", "MiB", "GiB")
 _COUNT_UNITS = ("", "k", "M", "G", "T")
 
@@ -30,12 +31,14 @@ def parse_bytes(size: str | int, name: str = "memory") -> int:
     Raises:
         ConfigError: no size; `name` is the setting with this value.
     """
-    match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([KMG]i?B|B|)\s*", str(size), re.ASCII)
+    match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([KMGT]i?B|B|)\s*", str(size), re.ASCII)
     number, unit = (Fraction(match[1]), _UNITS[match[2]]) if match else (Fraction(0), 0)
     if not unit or (unit == 1 and "." in str(size)):  # no fractions of a byte
-        meant = re.fullmatch(r"\s*([\d.]+)\s*([kmg])(i?)b?\s*", str(size), re.ASCII | re.IGNORECASE)
+        meant = re.fullmatch(r"\s*([\d.]+)\s*([kmgt])(i?)b?\s*", str(size), re.ASCII | re.IGNORECASE)
         near = f" Did you mean {meant[1]}{meant[2].upper()}{meant[3].lower()}B?" if meant else ""
-        raise ConfigError(f"{name} is {size!r}; write bytes, or a number with KiB, MiB, GiB, KB, MB or GB.{near}")
+        raise ConfigError(
+            f"{name} is {size!r}; write bytes, or a number with KiB, MiB, GiB, TiB, KB, MB, GB or TB.{near}"
+        )
     return int(number * unit)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SIZES = "KiB, MiB, GiB, KB, MB or GB"
+SIZES = "KiB, MiB, GiB, TiB, KB, MB, GB or TB"
 PLACE = "give the path of a config.json, or code of your own"
 WRONG = r"""
     tarin | no command 'tarin'; did you mean train?
