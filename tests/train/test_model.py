@@ -134,6 +134,33 @@ def test_models_for_other_tasks_are_left_to_code_of_the_user(tmp_path: Path, kin
         build_model(folder(tmp_path, {"model_type": kind}), vocabulary=256, context=32)
 
 
+@pytest.mark.parametrize("kind, name", [("bart", "BartForConditionalGeneration"), ("bert", "BertForMaskedLM")])
+def test_a_named_class_that_reads_later_tokens_is_not_trained_as_another(tmp_path: Path, kind: str, name: str) -> None:
+    pytest.importorskip("transformers")
+    spec = folder(tmp_path, {"model_type": kind, "architectures": [name], "vocab_size": 256})
+    with pytest.raises(ModelError, match=rf"configures {name}, which is no causal language model; make .* mine\.py"):
+        build_model(spec, vocabulary=256, context=32)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_labels_are_shifted_for_a_model_that_does_not(tmp_path: Path, rows: int) -> None:
+    pytest.importorskip("transformers")
+    sizes = {"d_model": 16, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 16}
+    spec = folder(tmp_path, {"model_type": "bart", "vocab_size": 256, **sizes})
+    built = build_model(spec, vocabulary=256, context=32)
+    assert type(built.module).__name__ == "BartForCausalLM" and not built.shifts
+    tokens = torch.randint(256, (rows, 9))
+    labels = tokens.index_fill(1, torch.tensor([4]), -100)
+    built.module.eval()
+    logits = built.logits(built.module, tokens[:, :-1])
+    wanted = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+    torch.testing.assert_close(built.loss(built.module, tokens, labels), wanted)
+    batch = built.batch(tokens, labels)
+    loss, count = built.summed(built.module(**batch), batch)
+    assert count == 7 * rows
+    torch.testing.assert_close(loss, wanted * 7 * rows)
+
+
 @pytest.mark.parametrize("config", [{}, {"model_type": "no-such-model"}])
 def test_what_is_no_causal_language_model_is_refused(tmp_path: Path, config: dict[str, Any]) -> None:
     pytest.importorskip("transformers")

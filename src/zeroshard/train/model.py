@@ -15,10 +15,12 @@ from zeroshard.data.columns import IGNORED
 from zeroshard.errors import ModelError
 from zeroshard.interop.huggingface.loading import build
 from zeroshard.interop.huggingface.pretrained import PretrainedValues
+from zeroshard.losses.labels import calls_loss_function
 from zeroshard.moe.policy import Mixture
 from zeroshard.step.batch import loss_in
 from zeroshard.train.gpt import GPT
 from zeroshard.train.named_models import Code, model_named
+from zeroshard.train.other_models import reads_later_tokens
 from zeroshard.train.own_code import maker_of
 from zeroshard.train.sizes import SIZES
 
@@ -38,12 +40,20 @@ class BuiltModel:
     values: PretrainedValues | None = None
     """The pretrained values of a module on the meta device."""
 
+    @property
+    def shifts(self) -> bool:
+        """Whether the module compares the output at a token with the label of the next one, as most of transformers."""
+        own = self.hugging_face and getattr(self.module, "loss_function", None) is None  # of the user's code
+        return own or (self.hugging_face and calls_loss_function(self.module))
+
     def batch(self, tokens: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
         """The model's arguments, loss included, for `tokens` and `labels` [B, T + 1]; without labels, the tokens.
 
-        A Hugging Face model shifts its labels itself and so predicts T - 1 tokens of each row.
+        Most Hugging Face models shift their labels themselves and so predict T - 1 tokens of each row.
         """
         inputs, labels = tokens[:, :-1], tokens if labels is None else labels
+        if self.hugging_face and not self.shifts:  # whose losses take views of them
+            return {"input_ids": inputs.contiguous(), "labels": labels[:, 1:].contiguous()}
         if self.hugging_face:
             return {"input_ids": inputs, "labels": labels[:, :-1]}
         return {"tokens": inputs, "targets": labels[:, 1:]}
@@ -56,7 +66,8 @@ class BuiltModel:
 
     def count(self, batch: Mapping[str, Tensor]) -> Tensor:
         """The number of tokens in a batch that are predicted and have a label, a scalar."""
-        return ((batch["labels"][:, 1:] if self.hugging_face else batch["targets"]) != IGNORED).sum()
+        labels = batch["labels" if self.hugging_face else "targets"]
+        return (labels[:, int(self.shifts) :] != IGNORED).sum()
 
     def summed(self, output: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """The loss of a batch as a sum with its count, for batches in which some labels are ignored."""
@@ -215,14 +226,16 @@ def _refusals(file: Path) -> Iterator[None]:
         ) from error
 
 
-def _no_language_model(file: Path) -> str:
+def _no_language_model(file: Path, named: str = "") -> str:
     return (
-        f"{file} configures no causal language model; make the model by code of your own, whose forward returns the "
-        f"loss, and give that: mine.py or mine.py:Net"
+        f"{file} configures {named}no causal language model; make the model by code of your own, whose forward returns "
+        f"the loss, and give that: mine.py or mine.py:Net"
     )
 
 
 def _check_size(config: Any, file: Path, vocabulary: int, context: int) -> None:
+    if (named := reads_later_tokens(config)) is not None:
+        raise ModelError(_no_language_model(file, f"{named}, which is "))
     with _refusals(file):
         config = config.get_text_config()
     if not hasattr(config, "vocab_size"):

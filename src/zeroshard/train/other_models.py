@@ -116,6 +116,19 @@ def other_model(file: Path, sequence: int) -> OtherModel | None:
     return OtherModel(kind, config, labels, _patches(config) if kind.main_input_name == "pixel_values" else length)
 
 
+def reads_later_tokens(config: Any) -> str | None:
+    """The class that a configuration names, if it is a masked or a sequence-to-sequence language model.
+
+    The causal class of its family would train without its encoder, or with each label among its inputs.
+    """
+    mappings = importlib.import_module("transformers.models.auto.modeling_auto")
+    named = next(iter(getattr(config, "architectures", None) or ()), "")
+    other = _classes(mappings, "MASKED_LM") | _classes(mappings, "SEQ_TO_SEQ_CAUSAL_LM")
+    if named not in other - _classes(mappings, "CAUSAL_LM") or getattr(config, "is_decoder", False):
+        return None
+    return named
+
+
 def _classes(mappings: Any, task: str) -> set[str]:
     table: Mapping[str, str | tuple[str, ...]] = getattr(mappings, f"MODEL_FOR_{task}_MAPPING_NAMES", {})
     return {name for names in table.values() for name in ((names,) if isinstance(names, str) else names)}
