@@ -11,6 +11,7 @@ that reads the values raises, or fetches them first; a function that only reads 
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, Protocol, Self
 
@@ -213,7 +214,7 @@ class Unreadable(Tensor):
     @classmethod
     def of(cls, parameter: Tensor, name: str, refuse: Callable[[str], Exception]) -> Self:
         """A placeholder with the dtype and shape of `parameter`."""
-        with _disable_current_modes():
+        with _without_modes():
             return cls.over(_nothing(parameter.dtype, parameter.device).expand(parameter.shape), name, refuse)
 
     @classmethod
@@ -260,7 +261,7 @@ class HeldGradient(Unreadable):
     @classmethod
     def empty(cls, parameter: Tensor, name: str, refuse: Callable[[str], Exception]) -> Self:
         """A placeholder to which autograd does not add in place: sparse, and without elements."""
-        with _disable_current_modes():
+        with _without_modes():
             nothing = torch.sparse_coo_tensor(  # type: ignore[call-arg]
                 size=parameter.shape, dtype=parameter.dtype, device=parameter.device, check_invariants=False
             )
@@ -280,6 +281,12 @@ class HeldGradient(Unreadable):
             else:
                 item.zero_()
         return args[0]
+
+
+def _without_modes() -> AbstractContextManager[object]:
+    """Without the dispatch modes of the user; without any, torch would take ten times as long to look for them."""
+    busy = torch._C._len_torch_dispatch_stack() or torch._ops._len_torch_dispatch_stack_pre_dispatch()
+    return _disable_current_modes() if busy else nullcontext()
 
 
 @cache

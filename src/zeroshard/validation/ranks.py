@@ -68,9 +68,9 @@ def _of_tensor(tensor: torch.Tensor) -> str:
 
 def tied_names(model: nn.Module) -> dict[str, str]:
     """For parameters with several names, each further name and the first; made before the model is cut into stages."""
-    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    first: dict[int, str] = {}
     every = model.named_parameters(remove_duplicate=False)
-    return {name: first[id(parameter)] for name, parameter in every if first[id(parameter)] != name}
+    return {name: known for name, parameter in every if (known := first.setdefault(id(parameter), name)) != name}
 
 
 LISTED = 5  # differences in an error
