@@ -1,5 +1,6 @@
 """Engines of pretrained models: the files' values, as transformers loads them, and the training of the plain loop."""
 
+import shutil
 import warnings
 from collections.abc import Iterator
 from functools import partial
@@ -9,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 from pool import Pool
+from safetensors.torch import load_file, save_file
 from selection import by_default
 
 import zeroshard as zs
 from zeroshard.checkpoint import WeightFiles
+from zeroshard.interop.huggingface import pretrained
 from zeroshard.interop.huggingface.loading import build
 
 transformers = pytest.importorskip("transformers")
@@ -100,6 +103,29 @@ def test_values_under_every_layout(pool: Pool, layout: str, tmp_path: Path) -> N
     saved = {name: kept.whole(f"weight:{name}") for name in wanted if kept.shape(f"weight:{name}") is not None}
     assert saved.keys() <= wanted.keys() and len(saved) >= len(wanted) - 3  # a tied weight is saved once
     assert all(torch.equal(values.view(wanted[name].shape), wanted[name]) for name, values in saved.items())
+
+
+def loaded_from(mesh: zs.Mesh, paths: list[str]) -> Any:
+    """The weights from a folder of each rank's own, and how often this rank has matched names itself."""
+    calls, own = [], pretrained.renamed
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pretrained, "renamed", lambda *given: (calls.append(given), own(*given))[1])
+        engine = zs.from_pretrained(paths[mesh.rank], OPTIMIZER, zs.Plan(zero=3), mesh=mesh)
+    return engine.state_dict(), len(calls)
+
+
+@pytest.mark.parametrize("family", ["bert", "mixtral"])
+def test_rank_0_alone_matches_names_of_equal_files(pool: Pool, family: str, tmp_path: Path) -> None:
+    """Another rank does so if its files have other names; the values are those of transformers either way."""
+    wanted = kind_of(family).from_pretrained(folder(family), dtype=torch.float32).state_dict()
+    old, file = tmp_path / "old", "model.safetensors"
+    shutil.copytree(folder(family), old)
+    renamed = {name.replace("LayerNorm.weight", "LayerNorm.gamma"): v for name, v in load_file(old / file).items()}
+    save_file(renamed, old / file)
+    for other, matched in ((folder(family), [1, 0]), (old, [1, int(family == "bert")])):
+        runs = pool.run(loaded_from, 2, [str(folder(family)), str(other)])
+        assert [calls for _, calls in runs] == matched
+        assert all(torch.equal(state[name], value) for state, _ in runs for name, value in wanted.items())
 
 
 @pytest.mark.parametrize("plan", ["stage 1", "stage 3 over the network"])

@@ -9,7 +9,7 @@ A model that is no `PreTrainedModel`, and contains none, has the names of its st
 import copy
 import importlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,8 @@ from zeroshard.interop.huggingface.lazy import (
 from zeroshard.quantized.stacks import stacks_of
 from zeroshard.text import format_names
 from zeroshard.units.adapters import base_names
+
+Renamed = tuple[str, str, str | None]  # a name in files, that in the model, the pattern of a conversion that takes it
 
 
 @dataclass(slots=True)
@@ -77,33 +79,33 @@ def own_names(model: nn.Module) -> dict[str, list[str]]:
     return found
 
 
-def model_tensors(model: nn.Module, stored: Mapping[str, LazyTensor]) -> ModelTensors:
+def model_tensors(
+    model: nn.Module, stored: Mapping[str, LazyTensor], names: Mapping[str, list[str]], found_names: Sequence[Renamed]
+) -> ModelTensors:
     """The tensors of files under a model's names.
 
     Args:
         model: on the meta device.
         stored: by name in the files.
+        names: of `own_names` of the model.
+        found_names: of `renamed` of the model and the names in the files.
 
     Raises:
         CheckpointError: tensors do not fit together.
     """
     found = ModelTensors()
-    _, part = pretrained_part(model)
-    names = own_names(model)
-    if part is None:
-        found.tensors = {own: tensor for name, tensor in stored.items() for own in names.get(name, ())}
-        found.unused = [name for name in stored if name not in names]
-        return found
     collected: dict[str, Collected] = {}
-    for name, renamed, pattern, converter in _renamed(part, stored, names):
-        if renamed not in names:
+    _, part = pretrained_part(model)
+    converters = _converters(part) if any(pattern is not None for _, _, pattern in found_names) else {}
+    for name, target, pattern in found_names:
+        if target not in names:
             found.unused.append(name)
         elif pattern is None:
-            found.tensors.update(dict.fromkeys(names[renamed], stored[name]))
+            found.tensors.update(dict.fromkeys(names[target], stored[name]))
         else:
-            one = collected.setdefault(renamed, Collected(converter))
+            one = collected.setdefault(target, Collected(converters.get(pattern)))
             one.sources.append((pattern, name, stored[name]))
-    state = _state(model)
+    state = _state(model) if collected else {}
     for renamed, one in collected.items():
         results = _converted(one, renamed, part, found.latest)
         for target, tensor in results.items():
@@ -119,22 +121,40 @@ def _state(model: nn.Module) -> dict[str, Any]:
     return {**model.state_dict(keep_vars=True), **stacks_of(model)}
 
 
-def _renamed(
-    part: Any, stored: Mapping[str, LazyTensor], names: Mapping[str, list[str]]
-) -> Sequence[tuple[str, str, Any, Any]]:
-    """Each name in the files with its name in the model, and the pattern and converter that take it, if any."""
-    core = importlib.import_module("transformers.core_model_loading")
-    table = importlib.import_module("transformers.conversion_mapping").get_model_conversion_mapping(part)
+def renamed(model: nn.Module, stored: Iterable[str], names: Mapping[str, list[str]]) -> list[Renamed]:
+    """The names in files beside those in the model, in the order in which tensors are collected.
+
+    The first call in a process takes long: transformers makes the table of all families then.
+
+    Args:
+        names: of `own_names` of the model.
+    """
+    _, part = pretrained_part(model)
+    if part is None:
+        return [(name, name, None) for name in stored]
+    core, table = _table(part)
     renamings = [entry for entry in table if isinstance(entry, core.WeightRenaming)]
     converters = [entry for entry in table if isinstance(entry, core.WeightConverter)]
-    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     prefix, found = part.base_model_prefix, []
     for name in sorted(stored, key=core.dot_natural_key):
-        renamed, pattern = core.rename_source_key(name, renamings, converters, prefix, names)
-        if renamed not in names and name in names:  # a name of the model that a renaming took for one of a file
-            renamed, pattern = core.rename_source_key(name, [], [], prefix, names)
-        found.append((name, renamed, pattern, by_pattern.get(pattern)))
+        target, pattern = core.rename_source_key(name, renamings, converters, prefix, names)
+        if target not in names and name in names:  # a name of the model that a renaming took for one of a file
+            target, pattern = core.rename_source_key(name, [], [], prefix, names)
+        found.append((name, target, pattern))
     return found
+
+
+def _table(part: Any) -> tuple[Any, Sequence[Any]]:
+    """The module of transformers' conversions, and those of a model."""
+    core = importlib.import_module("transformers.core_model_loading")
+    return core, importlib.import_module("transformers.conversion_mapping").get_model_conversion_mapping(part)
+
+
+def _converters(part: Any) -> dict[str, Any]:
+    """The converters of a model, by the patterns of the names that each takes."""
+    core, table = _table(part)
+    entries = [entry for entry in table if isinstance(entry, core.WeightConverter)]
+    return {pattern: converter for converter in entries for pattern in converter.source_patterns}
 
 
 def _converted(one: Collected, renamed: str, part: Any, latest: LatestResults) -> dict[str, LazyTensor]:

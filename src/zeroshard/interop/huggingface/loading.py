@@ -1,13 +1,17 @@
 """Engines of pretrained models of transformers, in one call."""
 
+import gc
+import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, TypedDict, TypeVar, Unpack
+from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from zeroshard.checkpoint.weights import Shards, files_of
 from zeroshard.comm.collectives import Comm
@@ -15,8 +19,8 @@ from zeroshard.comm.mesh import Mesh, shared_mesh
 from zeroshard.engine import Engine
 from zeroshard.engine.engine import LossFunction
 from zeroshard.errors import CheckpointError, ConfigError, ModelError, ZeroshardError
-from zeroshard.interop.huggingface.conversion import pretrained_part
-from zeroshard.interop.huggingface.pretrained import PretrainedValues
+from zeroshard.interop.huggingface.conversion import Renamed, pretrained_part
+from zeroshard.interop.huggingface.pretrained import MatchedValues, PretrainedFiles
 from zeroshard.interop.huggingface.quantized import package, quantise
 from zeroshard.interop.huggingface.scaled import quantisation_of
 from zeroshard.plan import Plan
@@ -28,6 +32,7 @@ from zeroshard.validation.arguments import check_arguments, check_options
 LOG = logging.getLogger(__name__)
 CONFIG = "config.json"
 MISSING = ("refuse", "initialise")
+DRAWING = {nn.init.kaiming_uniform_, nn.init.normal_, nn.init.uniform_, torch.Tensor.normal_, torch.Tensor.uniform_}
 Result = TypeVar("Result")
 
 
@@ -85,8 +90,12 @@ def from_pretrained(
     plan = plan or Plan()
     if mesh is None:
         mesh = shared_mesh(plan.timeout)
-    built, values = _on_all_ranks(mesh, lambda: _opened(Path(path), model, plan, options))
-    engine = Engine(built, optimizer, plan, mesh=mesh, loss=loss, initialise=values, example=example)
+    strict, missing = options.get("strict", True), options.get("missing", "refuse")
+    with _without_collections():
+        opened, size = _on_all_ranks(mesh, lambda: _opened(Path(path), model, plan, options, mesh.rank), _size_of_names)
+        files, names = opened.files, _names_of_rank_0(mesh, opened.names, size)
+        values, _ = _on_all_ranks(mesh, lambda: MatchedValues(files, strict, missing, names))
+        engine = Engine(files.model, optimizer, plan, mesh=mesh, loss=loss, initialise=values, example=example)
     engine.load_weights(values)
     engine.loaded = report = values.report
     LOG.info(
@@ -97,10 +106,27 @@ def from_pretrained(
     return engine
 
 
-def _opened(
-    path: Path, model: type | nn.Module | None, plan: Plan, options: LoadOptions
-) -> tuple[nn.Module, PretrainedValues]:
-    """The model on the meta device, and its values.
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """No garbage collections, which would go through the many new objects again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+class _Opened(NamedTuple):
+    """Files with their model on the meta device; and on rank 0 the names in both, as JSON."""
+
+    files: PretrainedFiles
+    names: bytes
+
+
+def _opened(path: Path, model: type | nn.Module | None, plan: Plan, options: LoadOptions, rank: int) -> _Opened:
+    """The model on the meta device, with its files.
 
     Raises:
         CheckpointError, ModelError: as `from_pretrained`.
@@ -126,7 +152,8 @@ def _opened(
             built = peft.get_peft_model(built, options["adapters"])
         except Exception as error:  # of any class, as of no module with one of the given names
             raise ModelError(f"peft refuses adapters={type(options['adapters']).__name__}(...): {error}") from error
-    return built, PretrainedValues(path, built, options.get("strict", True), missing, stored)
+    files = PretrainedFiles(path, built, stored)
+    return _Opened(files, b"" if rank else json.dumps(files.renamed()).encode())
 
 
 def build(folder: Path, kind: type | None, dtype: torch.dtype | str | None = None) -> nn.Module:
@@ -171,7 +198,7 @@ def build(folder: Path, kind: type | None, dtype: torch.dtype | str | None = Non
     if dtype == "auto":
         chosen = config.dtype or _dtype_of_files(folder)
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), _Undrawn():
             built: nn.Module = make(config, dtype=chosen or torch.float32)
     except Exception as error:
         reason = str(error).partition("\n")[0]
@@ -205,17 +232,51 @@ def _transformers(folder: Path) -> Any:
     return package("transformers", f"building the model of {folder}", "hf")
 
 
-def _on_all_ranks(mesh: Mesh, make: Callable[[], Result]) -> Result:
-    """A result of each rank's own; an error of one rank is raised on all."""
+class _Undrawn(TorchFunctionMode):
+    """No random numbers for tensors on the meta device, where torch takes long over them."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        drawn = (args[0] if args else kwargs.get("tensor")) if func in DRAWING else None
+        return drawn if drawn is not None and drawn.is_meta else func(*args, **kwargs)
+
+
+def _size_of_names(opened: _Opened) -> int:
+    return len(opened.names)
+
+
+def _names_of_rank_0(mesh: Mesh, names: bytes, size: int) -> list[Renamed]:
+    """The names in files and model that rank 0 has matched: transformers takes long over its table of all families.
+
+    Args:
+        names: on rank 0, as JSON.
+        size: of that in bytes.
+    """
+    content = torch.empty(size, dtype=torch.uint8, device=mesh.device)
+    if mesh.rank == 0:
+        content.copy_(torch.frombuffer(bytearray(names), dtype=torch.uint8))
+    Comm(mesh).broadcast(content, "names in the files")
+    return [(name, own, pattern) for name, own, pattern in json.loads(content.cpu().numpy().tobytes())]
+
+
+def _on_all_ranks(
+    mesh: Mesh, make: Callable[[], Result], number: Callable[[Result], int] = lambda result: 0
+) -> tuple[Result, int]:
+    """A result of each rank's own, with a number of rank 0's; an error of one rank is raised on all."""
     result: Result | None = None
     problem: list[str] | None = None
+    own = 0
     try:
         result = make()
+        own = number(result)
     except ZeroshardError as error:
         problem = [type(error).__name__, str(error)]
-    problems = [found for found in Comm(mesh).agree_on(problem, "the files of a pretrained model") if found]
+    answers = Comm(mesh).agree_on([problem, own], "the files of a pretrained model")
+    problems = [found for found, _ in answers if found]
     if problems:
         name, text = problems[0]
         raise {"ModelError": ModelError, "ConfigError": ConfigError}.get(name, CheckpointError)(text)
     assert result is not None
-    return result
+    return result, answers[0][1]

@@ -19,7 +19,14 @@ from zeroshard.checkpoint.boxes import Box, BoxValues, intersection
 from zeroshard.checkpoint.stream import CODES, bytes_of
 from zeroshard.checkpoint.weights import LoadReport, Shards, files_of
 from zeroshard.errors import CheckpointError, ModelError
-from zeroshard.interop.huggingface.conversion import model_tensors, pretrained_part
+from zeroshard.interop.huggingface.conversion import (
+    ModelTensors,
+    Renamed,
+    model_tensors,
+    own_names,
+    pretrained_part,
+    renamed,
+)
 from zeroshard.interop.huggingface.lazy import ConvertedTensor, LazyTensor, StoredTensor, whole_of
 from zeroshard.interop.huggingface.mxfp4 import with_microscaled
 from zeroshard.interop.huggingface.quantized import by_own_names, quantised_tensors
@@ -66,7 +73,8 @@ class Wanted:
         shapes = {name: tuple(tensor.shape) for name, tensor in (parameters | buffers).items()}
         growing: set[str] = set()
         for layer in () if part is None else token_layers(part):
-            growing |= {name for name, p in parameters.items() if any(p is own for own in layer.parameters())}
+            own = set(map(id, layer.parameters()))
+            growing |= {name for name, p in parameters.items() if id(p) in own}
         ignored = list(getattr(part, "_keys_to_ignore_on_load_unexpected", None) or ())
         every = [name for name, _ in model.named_buffers()]
         ignored += [pattern for end, pattern in OLD_BUFFERS.items() if any(name.endswith(end) for name in every)]
@@ -100,46 +108,85 @@ class Match:
     unused: list[str] = field(default_factory=list)
 
 
-class PretrainedValues:
+class PretrainedFiles:
+    """Safetensors files and the model whose values they hold.
+
+    Args:
+        quantisation: of `quantisation_of`, of the files; by default as the model's configuration says.
+
+    Attributes:
+        path: of a folder or file.
+        model: on the meta device.
+        part: the `PreTrainedModel` in it, if there is one.
+        stored: tensors by name in the files.
+        wanted: tensors of the model that need values.
+
+    Raises:
+        CheckpointError: the files cannot be read.
+    """
+
+    def __init__(self, path: Path, model: nn.Module, quantisation: Mapping[str, Any] | None = None) -> None:
+        self.path, self.model = path, model
+        _, self.part = pretrained_part(model)
+        self.shards = Shards(path, files_of(path))
+        config = getattr(self.part, "config", None)
+        scaled = ScaledShards(self.shards, quantisation_of(config) if quantisation is None else quantisation)
+        plain = {name: StoredTensor(scaled, name, scaled.dtype(name)) for name in scaled.shapes}
+        self.stored = by_own_names(with_microscaled(plain, self.shards))
+        self.wanted = Wanted.of(model)
+        self._own = own_names(model)
+
+    def renamed(self) -> list[Renamed]:
+        """The names in the files beside those in the model."""
+        return renamed(self.model, self.stored, self._own)
+
+    def tensors(self, names: Sequence[Renamed] | None = None) -> ModelTensors:
+        """The tensors of the files under the model's names.
+
+        Args:
+            names: of `renamed` here or on another rank, where files may be others.
+
+        Raises:
+            CheckpointError: tensors do not fit together.
+        """
+        if names is None or self.stored.keys() != {name for name, _, _ in names}:
+            names = self.renamed()
+        found = model_tensors(self.model, self.stored, self._own, names)
+        found.tensors = quantised_tensors(self.model, found.tensors)
+        return found
+
+
+class MatchedValues:
     """Values of a model from safetensors files: an initialiser of all others, and a source of weights.
 
     Args:
-        path: of a folder or file.
-        model: on the meta device.
         strict: whether the files may hold nothing else.
         missing: whether tensors without a value are initialised.
-        quantisation: of `quantisation_of`, of the files; by default as the model's configuration says.
+        names: of `PretrainedFiles.tensors`.
 
     Attributes:
         report: what was read, and what was not.
 
     Raises:
-        CheckpointError: the files cannot be read, or are of another model.
+        CheckpointError: the files are of another model.
     """
 
     def __init__(
         self,
-        path: Path,
-        model: nn.Module,
+        files: PretrainedFiles,
         strict: bool,
         missing: Literal["refuse", "initialise"],
-        quantisation: Mapping[str, Any] | None = None,
+        names: Sequence[Renamed] | None = None,
     ) -> None:
-        self._path, self._model = path, model
-        _, self._part = pretrained_part(model)
+        self._path, self._model, self._part = files.path, files.model, files.part
         self._config = getattr(self._part, "config", None)
-        self._shards = Shards(path, files_of(path))
-        scaled = ScaledShards(self._shards, quantisation_of(self._config) if quantisation is None else quantisation)
-        plain = {name: StoredTensor(scaled, name, scaled.dtype(name)) for name in scaled.shapes}
-        stored = with_microscaled(plain, self._shards)
-        self._wanted = Wanted.of(model)
-        self._tensors = model_tensors(model, by_own_names(stored))
-        self._tensors.tensors = quantised_tensors(model, self._tensors.tensors)
+        self._shards, self._wanted = files.shards, files.wanted
+        self._tensors = files.tensors(names)
         self._match = self._matched(initialises=missing == "initialise")
         self._refuse(strict, missing == "initialise")
         self._compare_tied()
         self._drawn: dict[str, torch.Tensor] = {}
-        self._owners = dict(_owners(model, self._part))
+        self._owners = dict(_owners(self._model, self._part))
 
     def __call__(self, module: nn.Module) -> None:
         """Initialise a module's buffers, and its parameters that are not absent, as its model does."""
@@ -308,6 +355,28 @@ class PretrainedValues:
         """The model, with the name of its family."""
         family = getattr(self._config, "model_type", None)
         return type(self._model).__name__ + (f" ({family})" if family else "")
+
+
+class PretrainedValues(MatchedValues):
+    """Those of files that are opened here.
+
+    Args:
+        path, model, quantisation: as for `PretrainedFiles`.
+        strict, missing: as for `MatchedValues`.
+
+    Raises:
+        CheckpointError: the files cannot be read, or are of another model.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        model: nn.Module,
+        strict: bool,
+        missing: Literal["refuse", "initialise"],
+        quantisation: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(PretrainedFiles(path, model, quantisation), strict, missing)
 
 
 def _clipped(targets: Iterable[BoxValues], shape: Shape) -> Iterator[BoxValues]:
