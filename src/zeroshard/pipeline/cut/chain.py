@@ -16,7 +16,7 @@ bypass it: they are sent beside it ([Note: values beside the activation]).
 """
 
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -63,7 +63,7 @@ class _Passage:
     passing: Passing | None = None  # carried values, in place of the one input
     phase: int = 0
     inside: bool = False  # of a module that runs
-    calls: Counter[nn.Module] = field(default_factory=Counter)  # of blocks
+    calls: dict[nn.Module, int] = field(default_factory=partial(defaultdict, int))  # of blocks
     shown: Any = None  # the results of a module inside of one that is skipped
 
     def in_own_layers(self) -> bool:
@@ -183,12 +183,12 @@ class Chain:
         bypass = bypass or (Bypass() if self.crossing.groups or self.carried.needed else None)
         passage = self._passage = _Passage(first, last, hidden, entered, bypass, by_example)
         if self.carried.needed:
-            passage.passing = Passing(self.carried, first, hidden, last, pieces)
-            passage.hidden = None
+            passage.passing, passage.hidden = Passing(self.carried, first, hidden, last, pieces), None
         try:
-            on_device = self.placeholders.on_device(self.model, self._device)
-            around = passage.passing or nullcontext()
-            with self._before_hooks(first, last), stand_in(self.frames, is_absent), on_device, around:
+            hooked = any(gate.module._backward_hooks for gate in self._gates)
+            early = self._before_hooks(first, last) if hooked else nullcontext()
+            real = self.placeholders.on_device(self.model, self._device)
+            with early, stand_in(self.frames, is_absent), real, passage.passing or nullcontext():
                 output = forward()
         except _Left as left:
             return left.args[0]
@@ -265,9 +265,9 @@ class Chain:
             raise _Left(self._leaving(passage, (args, kwargs), gate.takes, gate))
         args, kwargs = self._entering(passage, (args, kwargs), gate.takes, gate)
         output = self._call(passage, gate, args, kwargs, number)
-        if number < self.blocks:
+        if number < (blocks := len(self.layers) - 2):
             return output
-        passage.begin(self.blocks + 1)
+        passage.begin(blocks + 1)
         if passage.last == passage.phase:
             raise _Left(self._leaving(passage, output, gate.returns, gate))
         return self._entering(passage, output, gate.returns, gate)
@@ -299,9 +299,9 @@ class Chain:
                 output = gate.inner(*args, **kwargs)
             finally:
                 passage.inside = False
-            return self._own(passage, gate, number, output) if layer is not None else output
+            return output if layer is None or passage.bypass is None else self._own(passage, gate, number, output)
         output = self.placeholders.of(gate.module, gate.inner, args, kwargs, gate.overwritten)
-        for inner, shown in self.placeholders.inside(gate.module, args, kwargs):
+        for inner, shown in self.placeholders.inside(gate.module, args, kwargs) if self.placeholders.inner else ():
             assert passage.bypass is not None
             passage.shown = self._stand_in(passage, inner, passage.bypass.call(inner.path), shown)
             inner.module()  # for its hooks
@@ -309,8 +309,8 @@ class Chain:
 
     def _own(self, passage: _Passage, gate: Gate, number: int, output: Any) -> Any:
         """An output of this run, noted for other stages."""
-        if passage.bypass is not None:
-            passage.bypass.record(self.crossing, gate, number, output)
+        assert passage.bypass is not None
+        passage.bypass.record(self.crossing, gate, number, output)
         return output if passage.passing is None else passage.passing.returned(gate.path, number, output)
 
     def _stand_in(self, passage: _Passage, gate: Gate, number: int, output: Any) -> Any:

@@ -35,6 +35,7 @@ class Placeholders:
         self._inside: list[tuple[Gate, _Flat]] | None = None  # calls of `inner` in a forward on meta
         self._known: dict[Any, tuple[_Flat, list[tuple[Gate, _Flat]]]] = {}
         self._recorded: dict[Any, tuple[_Flat, _Flat, list[tuple[str, _Flat]]]] = {}  # arguments, output, calls inside
+        self._made: dict[Any, Tensor] = {}  # of modules with one tensor as argument and as output
         self._on_meta: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] | None = None
         self._cast = False  # parameters have other dtypes than in the recorded calls
 
@@ -50,6 +51,7 @@ class Placeholders:
     def forget(self, cast: bool = False) -> None:
         """Clear the cache: devices of parameters have changed, and with `cast` their dtypes."""
         self._known.clear()
+        self._made.clear()
         self._on_meta, self._cast = None, self._cast or cast
 
     def drop(self, module: nn.Module) -> None:
@@ -88,10 +90,18 @@ class Placeholders:
         Raises:
             ModelError: the module cannot run on the meta device, and no real call was recorded.
         """
+        short = None
+        if len(args) == 1 and type(args[0]) is Tensor and not kwargs and not writable:
+            short = id(module), module.training, args[0].shape, args[0].dtype, args[0].device
+            if (made := self._made.get(short)) is not None:
+                return made.detach()
         key = _key(module, args, kwargs)
         if key not in self._known:
             self._known[key] = self._shapes(module, forward, key, args, kwargs)
-        return _placeholder_tree(self._known[key][0], args, kwargs, writable)
+        placeholder = _placeholder_tree(self._known[key][0], args, kwargs, writable)
+        if short is not None and _is_constant(placeholder):
+            self._made[short] = placeholder
+        return placeholder
 
     def inside(self, module: nn.Module, args: Any, kwargs: Any) -> list[tuple[Gate, Any]]:
         """The calls of `inner` modules in a forward that `of` has followed, with placeholders for their outputs."""
@@ -230,6 +240,12 @@ def _placeholder(leaf: Any, device: torch.device | None, writable: bool) -> Any:
     value = math.nan if leaf.dtype.is_floating_point or leaf.dtype.is_complex else 0
     placeholder = torch.full((), value, device=device).to(leaf.dtype).expand(leaf.shape)
     return placeholder.clone(memory_format=torch.contiguous_format) if writable else placeholder
+
+
+def _is_constant(placeholder: Any) -> bool:
+    """Whether a placeholder may be used again: a tensor of some dimensions over one element, which none can write."""
+    plain = type(placeholder) is Tensor and not placeholder.is_inference()
+    return plain and placeholder.numel() > 1 and not any(placeholder.stride())
 
 
 def _placeholder_tree(flat: _Flat, args: Any, kwargs: Any, writable: bool) -> Any:

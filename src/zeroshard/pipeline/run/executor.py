@@ -83,6 +83,7 @@ class Executor:
         self._flights: dict[Key, _Flight] = {}
         self._out: dict[tuple[Kind, int, int, int], Tensor] = {}  # by chunk, the one that it is for, and microbatch
         self._parts: dict[int, Microbatch] = {}
+        self._last = stage.pipeline.layout.all_chunks - 1
         self._chunks = Chunks(stage, parts, sequence, self.tied)
         handlers: Mapping[Kind, Handler] = {
             Kind.FORWARD: self._forward,
@@ -339,7 +340,7 @@ class Executor:
         return part.shapes[layer]
 
     def _is_last(self, chunk: int) -> bool:
-        return chunk == self._stage.pipeline.layout.all_chunks - 1
+        return chunk == self._last
 
     @property
     def _sending(self) -> Purpose:

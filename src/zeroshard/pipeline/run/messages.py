@@ -85,10 +85,9 @@ class Messages:
 
     def shapes(self, microbatch: Any, forward: Callable[[], Any]) -> dict[int, Boundary]:
         """The messages of this rank's chunks, by the layer after each boundary."""
-        key = tuple(
-            (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else type(leaf)
-            for leaf in tree_leaves(microbatch)
-        )
+        flat = type(microbatch) is tuple and all(type(leaf) is Tensor for leaf in microbatch)  # pytrees are slow
+        leaves = microbatch if flat else tree_leaves(microbatch)
+        key = tuple((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
         if key not in self._shapes:
             stage, last = self._stage, len(self._stage.chain.layers)
             chunks = stage.pipeline.layout.chunks_of(stage.number)
