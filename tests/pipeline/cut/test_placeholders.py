@@ -38,6 +38,19 @@ def test_every_shape_and_mode_of_the_input_has_its_own() -> None:
     assert placeholder(module, torch.zeros(4, 3), placeholders=placeholders).shape == (4, 3)
 
 
+def test_a_second_call_has_a_tensor_of_its_own() -> None:
+    module, placeholders, x = nn.Linear(3, 5), Placeholders(), torch.zeros(2, 3)
+    first = placeholder(module, x, placeholders=placeholders)
+    first.requires_grad_()
+    second = placeholder(module, x, placeholders=placeholders)
+    assert not second.requires_grad and second.shape == (2, 5) and second.isnan().all()
+    owned = placeholders.of(module, module.forward, (x,), {}, writable=True)
+    owned[0, 0] = 1.0
+    assert placeholder(module, x, placeholders=placeholders).isnan().all()
+    with torch.inference_mode():
+        assert placeholder(nn.Linear(3, 7), x, placeholders=placeholders).shape == (2, 7)
+
+
 def test_every_structure_and_plain_value_of_the_input_has_its_own() -> None:
     class Widened(nn.Module):
         def forward(self, x: Tensor, options: Any) -> Tensor:
