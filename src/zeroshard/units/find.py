@@ -112,8 +112,8 @@ def _assign_parameters(model: nn.Module, modules: dict[str, nn.Module], units: l
         unit_of[innermost].parameters[paths[0]] = parameter
     unit_by_parameter = {parameter: unit for unit in units for parameter in unit.parameters.values()}
     for module in model.modules():
-        direct = [parameter for parameter in module.parameters(recurse=False) if parameter in unit_by_parameter]
-        for unit in dict.fromkeys(unit_by_parameter[parameter] for parameter in direct):
+        direct = [parameter for parameter in module._parameters.values() if parameter is not None]
+        for unit in dict.fromkeys(unit_by_parameter[p] for p in direct if p in unit_by_parameter):
             unit.owners.append(module)
 
 

@@ -79,7 +79,7 @@ class Materialiser:
         self._real: dict[nn.Parameter, nn.Parameter] = {}
         self._first_owner: dict[nn.Parameter, nn.Module] = {}
         for module in model.modules():
-            for parameter in module.parameters(recurse=False):
+            for parameter in _own(module).values():
                 self._first_owner.setdefault(parameter, module)
 
     def real(self, parameter: nn.Parameter) -> nn.Parameter:
@@ -103,14 +103,14 @@ class Materialiser:
         self.uncut.enter(module)
         for child in module.children():  # as nn.Module.apply does: a module may give values to its children's tensors
             self._materialise(self.uncut.before(child))
-        direct = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+        direct = _own(module)
         for parameter in direct.values():
             if self._first_owner.get(parameter, module) is not module:
                 self._materialise(self._first_owner[parameter])
         cut = self.uncut.released
         fresh = {name: p for name, p in direct.items() if p.is_meta and p not in self._real and p not in cut}
         fresh = {name: p for name, p in fresh.items() if not self._is_read(p)}
-        buffers = {name: b for name, b in module.named_buffers(recurse=False) if b.is_meta}
+        buffers = {name: b for name, b in module.named_buffers(recurse=False) if b.is_meta} if module._buffers else {}
         for name, parameter in direct.items():
             if parameter.is_meta and (fresh or buffers or parameter not in cut):
                 self._replace(module, name, parameter)
@@ -178,6 +178,11 @@ class Materialiser:
                     f"'{path + '.' if path else ''}{name}' of a model on the meta device got no values from the "
                     "module's initialisation. Set it in reset_parameters(), or build the model on the CPU."
                 )
+
+
+def _own(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of a module itself, by name; faster than `named_parameters`, for the many modules of a model."""
+    return {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
 
 
 def _absent_like(tensor: torch.Tensor) -> torch.Tensor:

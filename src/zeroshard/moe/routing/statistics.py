@@ -304,9 +304,9 @@ def _layers(model: nn.Module) -> Iterator[tuple[nn.Module, Any, list[Any]]]:
     """Each module of experts with statistics, once, these, and the routers of the layers that have it."""
     found: dict[nn.Module, dict[Any, None]] = {}
     for layer in model.modules():
-        routers = [child for child in layer.children() if hasattr(child, "update_bias")]
-        for module in layer.children():
-            if isinstance(getattr(module, "statistics", None), Statistics):
-                found.setdefault(module, {}).update(dict.fromkeys(routers[:1]))
+        counted = [child for child in layer.children() if isinstance(getattr(child, "statistics", None), Statistics)]
+        routers = [child for child in layer.children() if hasattr(child, "update_bias")] if counted else []
+        for module in counted:
+            found.setdefault(module, {}).update(dict.fromkeys(routers[:1]))
     for module, known in found.items():
         yield module, module.statistics, list(known)
