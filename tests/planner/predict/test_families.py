@@ -31,6 +31,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Olmo2": FEWER_PAIRS,
     "Cohere": FEWER_PAIRS,
     "Granite": FEWER_PAIRS,
+    "Apertus": FEWER_PAIRS,
 }
 CASES = [(kind, precision) for kind in FAMILIES for precision in ("fp32", "bf16")]
 
@@ -49,3 +50,12 @@ def test_peaks_are_those_of_runs(case: tuple[str, str]) -> None:
     job = TrainingTask(partial(causal_model, kind), words, make, 8, 48)
     predicted = predict(job, plan, ALONE, 8)
     assert predicted.peak_bytes == pytest.approx(run_peak(job, plan, 8), rel=0.005)
+
+
+def test_parameters_made_by_torch_tensor_have_the_dtype_of_the_plan() -> None:
+    """Tensors without values keep the values of such parameters, in the dtype in which they were made."""
+    make, plan = partial(torch.optim.AdamW, lr=1e-3), zs.Plan(zero=0, precision="bf16")
+    job = TrainingTask(partial(causal_model, "Apertus"), words, make, 8, 48)
+    predicted = predict(job, plan, ALONE, 8, deep=True)
+    assert predicted.mode == "fake"
+    assert predicted.peak_bytes == pytest.approx(run_peak(job, plan, 8), rel=1e-5)

@@ -21,7 +21,7 @@ from zeroshard.plan import Plan
 from zeroshard.planner.predict.memory_tracker import Tracker
 from zeroshard.planner.predict.rehearse import Rates, TrainingTask
 from zeroshard.planner.predict.shallow import FEW, Stack, quiet, shallow_copies
-from zeroshard.planner.predict.torch_internals import Results, fakes
+from zeroshard.planner.predict.torch_internals import Results, fakes, forget_values
 from zeroshard.platform.rehearsed import Clock
 from zeroshard.step.batch import call_with, loss_in
 
@@ -73,6 +73,7 @@ def _layers(task: TrainingTask, machines: Machines, rows: int, deep: Stack | Non
     build = task.build if deep is None else shallow_copies(task.build, {deep.path: deep.others + FEW})
     with fakes() as mode, quiet(), Tracker(rates.hear, answers=True, results=Results(mode)):
         model = build()
+        forget_values(model)
         chain, forward = _chain(model, task, rows)
         costs = measure(model, chain, forward, torch.device("cpu"), repeats=1, now=lambda: clock.now)
     first, *blocks, last = costs

@@ -29,7 +29,7 @@ from zeroshard.planner.choices import choices_of, schedule_of
 from zeroshard.planner.predict.memory_tracker import Tracker
 from zeroshard.planner.predict.result import TEMPORARIES, Span
 from zeroshard.planner.predict.shallow import ModelFacts, facts_of_model, quiet, whole_model
-from zeroshard.planner.predict.torch_internals import Results, fakes, in_backward
+from zeroshard.planner.predict.torch_internals import Results, fakes, forget_values, in_backward
 from zeroshard.planner.predict.workspaces import beside_results
 from zeroshard.platform.accelerator import as_on_devices
 from zeroshard.platform.rehearsed import Clock, Rehearsal
@@ -238,6 +238,7 @@ class _Run:
         example = self._choices.stages.example(lambda: task.batch(max(1, rows // plan.microbatches)))
         with rehearsal.beside_devices():
             model = task.build()
+        forget_values(model)
         self._clock, self._timed, self._last = rehearsal.clock, rehearsal.measured, 0.0
         changes: dict[str, Any] = {"device_memory": None}
         for choice in self._choices:

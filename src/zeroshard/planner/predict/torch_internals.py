@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch._meta_registrations import _create_grouped_mm_output_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, disable_fake_tensor_cache
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -116,6 +117,16 @@ def _masks_as_in_a_run() -> Iterator[None]:
 def is_fake(tensor: torch.Tensor) -> bool:
     """Whether a tensor has no values."""
     return isinstance(tensor, FakeTensor)
+
+
+def forget_values(model: nn.Module) -> None:
+    """Forget the values that torch keeps of parameters made by `torch.tensor`: they would outlive `parameter.data = x`.
+
+    Operations on such a parameter compute with these values, in the dtype in which it was made.
+    """
+    for parameter in model.parameters():
+        if isinstance(parameter, FakeTensor):
+            parameter.constant = None
 
 
 def in_backward() -> bool:
