@@ -3,15 +3,15 @@
 import gc
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from zeroshard.checkpoint.weights import Shards, files_of
 from zeroshard.comm.collectives import Comm
@@ -32,7 +32,7 @@ from zeroshard.validation.arguments import check_arguments, check_options
 LOG = logging.getLogger(__name__)
 CONFIG = "config.json"
 MISSING = ("refuse", "initialise")
-DRAWING = {nn.init.kaiming_uniform_, nn.init.normal_, nn.init.uniform_, torch.Tensor.normal_, torch.Tensor.uniform_}
+DRAWING = ("kaiming_normal_", "kaiming_uniform_", "normal_", "trunc_normal_", "uniform_")
 Result = TypeVar("Result")
 
 
@@ -198,7 +198,7 @@ def build(folder: Path, kind: type | None, dtype: torch.dtype | str | None = Non
     if dtype == "auto":
         chosen = config.dtype or _dtype_of_files(folder)
     try:
-        with torch.device("meta"), _Undrawn():
+        with torch.device("meta"), _undrawn():
             built: nn.Module = make(config, dtype=chosen or torch.float32)
     except Exception as error:
         reason = str(error).partition("\n")[0]
@@ -232,15 +232,21 @@ def _transformers(folder: Path) -> Any:
     return package("transformers", f"building the model of {folder}", "hf")
 
 
-class _Undrawn(TorchFunctionMode):
-    """No random numbers for tensors on the meta device, where torch takes long over them."""
+@contextmanager
+def _undrawn() -> Iterator[None]:
+    """Torch's functions of initial values leave tensors on the meta device alone, over which they take long."""
+    own = {name: getattr(nn.init, name) for name in DRAWING}
+    try:
+        for name, function in own.items():
+            setattr(nn.init, name, partial(_drawn, function))
+        yield
+    finally:
+        for name, function in own.items():
+            setattr(nn.init, name, function)
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        drawn = (args[0] if args else kwargs.get("tensor")) if func in DRAWING else None
-        return drawn if drawn is not None and drawn.is_meta else func(*args, **kwargs)
+
+def _drawn(function: Callable[..., torch.Tensor], tensor: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+    return tensor if tensor.is_meta else function(tensor, *args, **options)
 
 
 def _size_of_names(opened: _Opened) -> int:
