@@ -326,7 +326,7 @@ def test_own_models_that_cannot_be(mine: str, function: str, complaint: str) -> 
 
 def test_own_models_whose_steps_fail_end_in_a_sentence(mine: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--gpu", "A100-80", "--fresh", "--batch-of"]
-    with pytest.raises(ModelError, match=r"a step of mine.*:Net failed in a rehearsal \(TypeError: .*; mend the model"):
+    with pytest.raises(ModelError, match=r"a step of mine.*:Net failed in a rehearsal \(TypeError: .*; else mend"):
         run_plan(*read_question(["--model", f"{mine}:Net", *words, f"{mine}:broken"], {}))
     with pytest.raises(SystemExit):
         run_plan(*read_question(["--model", f"{mine}:Lossless", *words, f"{mine}:batch"], {}))

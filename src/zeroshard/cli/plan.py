@@ -4,7 +4,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -80,8 +80,7 @@ def run_plan(options: PlanOptions, machines: Machines | None) -> None:
     task, base = described_task(options, machines.count)
     rows = "per step, each counted as a token" if task.sequence == 1 else f"of {task.sequence} tokens per step"
     title = f"{task.name}, {task.rows} rows {rows}, on {machines}"
-    by_name = is_trained_by_name(task, options)
-    with _status() as say, nullcontext() if by_name else failures_of(task.name):
+    with _status() as say, failures_of(task.name):
         found = search_once(
             task,
             machines,

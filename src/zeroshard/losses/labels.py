@@ -7,7 +7,6 @@ their own positions, whatever `num_items_in_batch` says.
 
 import inspect
 from collections.abc import Mapping
-from functools import cache
 from typing import Any
 
 import torch
@@ -42,10 +41,10 @@ def labels_that_count(model: Any, batch: Mapping[str, Any]) -> torch.Tensor:
             f"mean over the labels of its own rows. Leave the argument out for the mean of all rows, or {way_out}: "
             f"(output.loss * count, count), where count is the number of labels."
         )
-    return (batch.get("shift_labels", labels[..., 1:] if SHIFTS[name] else labels) != -100).sum()
+    counted: torch.Tensor = batch.get("shift_labels", labels[..., 1:] if SHIFTS[name] else labels)
+    return (counted != -100).sum()
 
 
-@cache
 def _calls_loss_function(kind: type[nn.Module]) -> bool:
     forwards = (inspect.unwrap(vars(base)["forward"]) for base in kind.__mro__ if "forward" in vars(base))
     return any("loss_function" in forward.__code__.co_names for forward in forwards if hasattr(forward, "__code__"))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from planner.rehearsed import task
 from selection import by_default
+from torch import nn
 
 import zeroshard as zs
 from zeroshard.doctor.hardware import Machines
@@ -98,6 +99,16 @@ def test_modules_convert_their_parameters() -> None:
         with fakes() as mode, Tracker(results=Results(mode)):
             layer = convert(torch.nn.Linear(37, 41))
             assert [isinstance(p, torch.nn.Parameter) and p.dtype for p in layer.parameters()] == [dtype, dtype]
+
+
+def test_draws_between_bounds_end() -> None:
+    """torch draws again until no value is beyond the bounds."""
+    with fakes():
+        weight = torch.empty(8, 4)
+        assert nn.init.trunc_normal_(weight, std=0.02) is weight
+        nn.init.trunc_normal_(weight, std=1.0, a=2.0, b=3.0)
+    real = nn.init.trunc_normal_(torch.zeros(64), a=-1.0, b=1.0)
+    assert real.any() and real.abs().max() <= 1
 
 
 def test_operations_in_given_memory_return_it_and_resize_it_as_torch_does() -> None:

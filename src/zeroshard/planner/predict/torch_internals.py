@@ -75,7 +75,7 @@ STAND_INS: dict[Packet, Callable[..., Any]] = {GROUPED: _grouped_product, SET_ST
 def fakes() -> Iterator[FakeTensorMode]:
     """Inside, new tensors have no values, and operations compute none; tensors from outside are taken as fake ones."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with mode, _masks_as_in_a_run(), _conversions(mode):
+    with mode, _masks_as_in_a_run(), _conversions(mode), _no_rejections():
         yield mode
 
 
@@ -94,6 +94,17 @@ def _conversions(mode: FakeTensorMode) -> Iterator[None]:
         yield
     finally:
         torch.utils.swap_tensors = original
+
+
+@contextmanager
+def _no_rejections() -> Iterator[None]:
+    """Let `nn.init.trunc_normal_` return at once: it draws until no value is beyond the bounds, and none tells."""
+    original: Callable[..., torch.Tensor] = nn.init._no_grad_trunc_normal_
+    nn.init._no_grad_trunc_normal_ = lambda tensor, *_, **__: tensor
+    try:
+        yield
+    finally:
+        nn.init._no_grad_trunc_normal_ = original
 
 
 @contextmanager

@@ -88,15 +88,17 @@ def best_plans(task: TrainingTask, machines: Machines, base: Plan, say: Say, fre
 
 @contextmanager
 def failures_of(model: str) -> Iterator[None]:
-    """Raise `ModelError` for any exception of a model of the user's code, or of its batches, in a rehearsal."""
+    """Raise `ModelError` for any exception of a model, or of its batches, in a rehearsal."""
     try:
         yield
     except ZeroshardError:
         raise
     except Exception as error:
         raise ModelError(
-            f"a step of {model} failed in a rehearsal ({type(error).__name__}: {error}); mend the model, or its "
-            f"batches, until a forward and a backward work"
+            f"a step of {model} failed in a rehearsal ({type(error).__name__}: {error}), which has no values. Where "
+            f"shapes depend on values, such as those of rows that `nonzero` finds, plans can be estimated by formulas "
+            f"alone, and memory shows in a run of few steps; else mend the model, or its batches, until a forward and "
+            f"a backward work"
         ) from error
 
 
