@@ -125,7 +125,11 @@ def test_the_task_is_that_of_the_model_without_its_memory() -> None:
             PlanError,
             r"No plan trains this model, of \d+ .*tried\. The batch is a mapping with the keys y, and the forward",
         ),
-        ({"batch": {"x": torch.zeros(2, 3)}}, ModelError, r"a step of Net failed .*RuntimeError: .*; mend the model"),
+        (
+            {"batch": {"x": torch.zeros(2, 3)}},
+            ModelError,
+            r"a step of Net failed .*RuntimeError: .*; else mend the model",
+        ),
         (
             {"model": nn.Linear(WIDTH, 4), "batch": batch()["x"]},
             PlanError,
