@@ -98,7 +98,7 @@ def _conversions(mode: FakeTensorMode) -> Iterator[None]:
 
 @contextmanager
 def _no_rejections() -> Iterator[None]:
-    """Let `nn.init.trunc_normal_` return at once: it draws until no value is beyond the bounds, and none tells."""
+    """Make `nn.init.trunc_normal_` return at once; torch's draws again until no value is beyond the bounds."""
     original: Callable[..., torch.Tensor] = nn.init._no_grad_trunc_normal_
     nn.init._no_grad_trunc_normal_ = lambda tensor, *_, **__: tensor
     try:
