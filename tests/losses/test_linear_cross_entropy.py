@@ -1,7 +1,6 @@
 """The loss without logits: values, gradients and memory beside torch's cross entropy of torch's linear layer."""
 
 import itertools
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -259,25 +258,3 @@ def test_two_per_cent_of_the_logits_are_enough() -> None:
 
 def test_a_chunk_is_1024_rows_or_more_where_they_are_short() -> None:
     assert [default_chunk(vocabulary) for vocabulary in (256, 32_768, 50_257, 256_000)] == [65_536, 1024, 1024, 1024]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("chunk", [None, 10])
-def test_rows_that_all_count_give_the_bits_of_a_mask_of_ones(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, chunk: int | None
-) -> None:
-    torch.manual_seed(0)
-    labels = torch.randint(VOCABULARY, (ROWS,))
-    given = [torch.randn(*size).to(dtype) for size in ((ROWS, WIDTH), (VOCABULARY, WIDTH), (VOCABULARY,))]
-    asked: list[int] = []
-
-    def results() -> list[Tensor]:
-        hidden, weight, bias = (tensor.clone().requires_grad_() for tensor in given)
-        loss = linear_cross_entropy(hidden, OutputLayer(weight, bias), labels, chunk=chunk)
-        return [loss.detach(), *torch.autograd.grad(loss, (hidden, weight, bias))]
-
-    unmasked = results()
-    module = sys.modules["zeroshard.losses.linear_cross_entropy"]
-    monkeypatch.setattr(module, "_is_number", lambda count, number: asked.append(number))
-    assert all(map(torch.equal, unmasked, results()))
-    assert sum(asked) == ROWS

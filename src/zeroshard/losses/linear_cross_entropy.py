@@ -166,12 +166,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if precise is not z:
                 z.copy_(precise)
                 del precise  # before that of the next chunk is made
+            gradients.add(part, z, counting.to(z.dtype).unsqueeze(1))
             sums.append(total)
             counts.append(counting.sum())
-            every = rows.is_contiguous() and _is_number(counts[-1], len(z))
-            gradients.add(part, z, None if every else counting.to(z.dtype).unsqueeze(1))
         gradients.finish()
-        loss, count = (each[1] if len(each) == 2 else torch.stack(each).sum() for each in (sums, counts))
+        loss, count = torch.stack(sums).sum(), torch.stack(counts).sum()
         factor = count.clamp(min=1).to(wide).reciprocal() if job.mean else None
         ctx.save_for_backward(gradients.rows, gradients.weight, gradients.bias, factor)
         ctx.dtypes, ctx.used = (rows.dtype, weight.dtype, None if bias is None else bias.dtype), False
@@ -222,37 +221,28 @@ class _Gradients:
         self.bias = torch.zeros(bias.shape, dtype=wide, device=bias.device) if bias is not None and wanted[2] else None
         self.any = any(wanted)
 
-    def add(self, part: slice, z: Tensor, counting: Tensor | None) -> None:
+    def add(self, part: slice, z: Tensor, counting: Tensor) -> None:
         """Add a chunk's gradients, from those of its logits, [n, V].
 
         Args:
-            counting: 1 for rows that count, 0 for others, [n, 1]; None if all are known to count.
+            counting: 1 for rows that count, 0 for others, [n, 1].
         """
         rows, weight = self._given
         if self.rows is not None:
             torch.mm(z, weight, out=self.rows[part])
-            if counting is not None:
-                self.rows[part].mul_(counting)
+            self.rows[part].mul_(counting)
             self.finish()
             self._sum = self._vocabulary.start_sum(self.rows[part])
         if self.weight is not None and len(self.weight):
-            counted = rows[part] if counting is None else rows[part] * counting
-            _add_product(self.weight, z.t(), counted, begins=not part.start)
+            _add_product(self.weight, z.t(), rows[part] * counting, begins=not part.start)
         if self.bias is not None:
-            counted = z if counting is None else z.mul_(counting)
-            self.bias += counted.sum(0, dtype=self.bias.dtype)
+            self.bias += z.mul_(counting).sum(0, dtype=self.bias.dtype)
 
     def finish(self) -> None:
         """Wait for the pending sum over the ranks."""
         if self._sum is not None:
             self._sum.result()
             self._sum = None
-
-
-def _is_number(count: Tensor, number: int) -> bool:
-    """Whether a count is this number, as far as it can be read without a wait for a device."""
-    readable = type(count) is Tensor and count.device.type == "cpu" and not torch.compiler.is_compiling()
-    return readable and count.item() == number
 
 
 def _scaled(made: Tensor, scale: Tensor, dtype: torch.dtype, of: Tensor | None) -> Tensor:
