@@ -1,11 +1,9 @@
 """The command `zeroshard simulate`: time, memory and timeline of a pipeline schedule."""
 
-import contextlib
-import gc
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from fractions import Fraction
 from itertools import pairwise
@@ -18,6 +16,7 @@ from rich.table import Table
 from zeroshard.errors import ConfigError
 from zeroshard.pipeline.partition.balance import balance
 from zeroshard.pipeline.partition.profile import Profile
+from zeroshard.platform.imports import uncollected
 from zeroshard.report.plain_table import plain_table
 from zeroshard.report.timeline_figure import time_unit, timeline_svg
 from zeroshard.report.timeline_trace import timeline_trace
@@ -198,7 +197,7 @@ def run_simulate(argv: Sequence[str]) -> None:
     """
     options = parse(SimulateOptions, argv, "zeroshard simulate")
     _check(options)
-    with _no_collection():
+    with uncollected():  # of hundreds of thousands of live actions
         outcomes = [_simulated(options, name) for name in (EACH if options.all else (options.schedule,))]
         files = _write(options, outcomes)
     if options.json:
@@ -213,18 +212,6 @@ def run_simulate(argv: Sequence[str]) -> None:
     wrote = [f"Wrote {path}{opened.get(kind, '')}" for kind, path in files.items()]
     hint = wrapped("For its timeline add --svg FILE, --png FILE or --trace FILE, or --out DIR.", console.width)
     print("\n".join(wrote or [hint]))
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Pause garbage collection, which would traverse hundreds of thousands of live actions again and again."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _check(options: SimulateOptions) -> None:

@@ -1,6 +1,5 @@
 """Engines of pretrained models of transformers, in one call."""
 
-import gc
 import json
 import logging
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ from zeroshard.interop.huggingface.pretrained import MatchedValues, PretrainedFi
 from zeroshard.interop.huggingface.quantized import package, quantise
 from zeroshard.interop.huggingface.scaled import quantisation_of
 from zeroshard.plan import Plan
+from zeroshard.platform.imports import uncollected
 from zeroshard.precision.cast import Precision, floating_dtype
 from zeroshard.text import format_bytes
 from zeroshard.units.ignored import OptimizerLike
@@ -91,7 +91,7 @@ def from_pretrained(
     if mesh is None:
         mesh = shared_mesh(plan.timeout)
     strict, missing = options.get("strict", True), options.get("missing", "refuse")
-    with _without_collections():
+    with uncollected():
         opened, size = _on_all_ranks(mesh, lambda: _opened(Path(path), model, plan, options, mesh.rank), _size_of_names)
         files, names = opened.files, _names_of_rank_0(mesh, opened.names, size)
         values, _ = _on_all_ranks(mesh, lambda: MatchedValues(files, strict, missing, names))
@@ -104,18 +104,6 @@ def from_pretrained(
         *(len(report.read) + len(report.partly), len(report.initialised), len(report.unused)),
     )
     return engine
-
-
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    """No garbage collections, which would go through the many new objects again and again."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 class _Opened(NamedTuple):
