@@ -256,7 +256,7 @@ def schedule_free(mesh: zs.Mesh | None, plan: str) -> list[dict[str, Tensor]]:
     import schedulefree
 
     layers, found = model(), []
-    optimizer = schedulefree.AdamWScheduleFree(layers.parameters(), lr=0.05, warmup_steps=2)
+    optimizer = schedulefree.AdamWScheduleFree(layers.parameters(), lr=0.05, warmup_steps=2, eps=1e-4)
     engine = zs.Engine(layers, optimizer, zs.Plan.from_dict(PLANS[plan][1]), mesh=mesh) if mesh else None
     for mode in ("train", "train", "eval", "train", "eval"):
         getattr(optimizer, mode)()
