@@ -114,6 +114,48 @@ def test_it_trains_as_the_plain_loop(pool: Pool, kind: str) -> None:
     follows_plain_loop([each[:2] for each in runs], wanted, 1e-5)
 
 
+class Tied(nn.Module):
+    """A frozen embedding, with which the head at the other end of the blocks is tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.embed = nn.Embedding(9, WIDTH).requires_grad_(False)
+        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+        self.head = nn.Linear(WIDTH, 9, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return nn.functional.cross_entropy(self.head(x), tokens.roll(1))
+
+
+def tied(mesh: zs.Mesh) -> Any:
+    """Losses and weights of a model whose tied weight is on two stages, and trained from the third step on."""
+    net, rows = Tied(), torch.arange(8) % 9
+    plan = zs.Plan(pipeline_parallel=2, zero=1, microbatches=1)
+    engine = zs.Engine(net, OPTIMIZER, plan, mesh=mesh, example=(rows,))
+    losses = []
+    for number in range(STEPS):
+        unfreeze(net, ("embed.weight",) if number == 2 else ())
+        losses.append(engine.train_step((rows,)).loss.item())
+    return losses, engine.state_dict()
+
+
+def test_a_frozen_weight_that_two_stages_share(pool: Pool) -> None:
+    net, rows = Tied(), torch.arange(8) % 9
+
+    def steps() -> Any:
+        for number in range(STEPS):
+            unfreeze(net, ("embed.weight",) if number == 2 else ())
+            yield [rows]
+
+    wanted = plain_loop(net, lambda _: OPTIMIZER(net.parameters()), steps(), lambda net, rows: net(rows))
+    follows_plain_loop(pool.run(tied, 2), wanted, 1e-5)
+
+
 def test_one_rank_is_the_plain_loop_bit_for_bit() -> None:
     """Weights, and the states by parameter."""
     net, wanted = model(), plain(1, UNFROZEN)

@@ -38,6 +38,7 @@ class Borrowed:
         self._free: list[tuple[torch.Tensor, list[nn.Parameter]]] = []
         self._coming: list[tuple[torch.Tensor, list[nn.Parameter]]] = []
         self._current = self._new()
+        self._train_as(parameters)
         for view, parameter in zip(self._views(self._current[0]), parameters, strict=True):
             view.copy_(parameter.detach())
         self._uses: dict[int, int] = {}
@@ -77,6 +78,7 @@ class Borrowed:
         before, self._current = self._current, self._coming.pop(0)
         if before is not self._current and not self._uses.get(id(before[0])):
             self._free.append(before)
+        self._train_as(before[1])
         self.latest += 1
         self._install(self._current[1])
 
@@ -95,6 +97,11 @@ class Borrowed:
         for parameter, total in zip(views, sums, strict=True):
             parameter.register_post_accumulate_grad_hook(_AddTo(total))
         return buffer, views
+
+    def _train_as(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Let the present parameters require gradients where these do; frozen ones keep their hooks."""
+        for parameter, like in zip(self._current[1], parameters, strict=True):
+            parameter.requires_grad_(like.requires_grad)
 
     def _views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         parts = buffer.split([shape.numel() for shape in self._shapes])
