@@ -218,14 +218,13 @@ class Plan:
 
     def _ignored_refusals(self) -> Iterator[str]:
         others = {
-            f"pipeline_parallel={self.pipeline.stages}": self.pipelined,
             f"tensor_parallel={self.tensor.ranks}": self.tensor.splits,
             f"expert_parallel={self.experts.ranks}": self.experts.divides,
         }
         for setting in (setting for setting, found in others.items() if found):
             yield (
                 f"ignored={self.ignored!r} and {setting} do not combine: an ignored parameter is whole on every rank, "
-                f"and there no rank has the whole model. Freeze these parameters instead: requires_grad_(False)."
+                f"and there no rank has whole layers. Freeze these parameters instead: requires_grad_(False)."
             )
 
     def _overlap_refusals(self) -> Iterator[str]:

@@ -180,7 +180,7 @@ def test_mistakes_are_named() -> None:
         zs.Engine(build(), OTHERS, zs.Plan(ignored=("*",)))
     with pytest.raises(PlanError, match="tuple of names"):
         zs.Plan(ignored="tower")  # type: ignore[arg-type]
-    for settings in ({"pipeline_parallel": 2}, {"tensor_parallel": 2}, {"expert_parallel": 2}):
+    for settings in ({"tensor_parallel": 2}, {"expert_parallel": 2}):
         with pytest.raises(PlanError, match="requires_grad_"):
             zs.Plan(ignored=("tower",), **settings)
     model = build()

@@ -66,7 +66,7 @@ class GivenWeights:
         Raises:
             CheckpointError: names do not match; or shapes, kinds of numbers, or two names of one parameter differ.
         """
-        buffers = {name: tuple(buffer.shape) for name, buffer in _buffers(self._model)}
+        buffers = {name: tuple(buffer.shape) for name, buffer in _buffers(self._model) if name not in self._first}
         shapes = {**buffers, **parameters}
         extras = set(_extras(self._model))
         given = {self._first.get(name, name) for name in self._state}
@@ -245,7 +245,7 @@ def _holds_integers(parameter: nn.Parameter) -> bool:
 
 
 def _buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The buffers and ignored parameters that a state dict holds, by the first name of each."""
+    """The buffers and ignored parameters that a state dict holds, by the first name of each module."""
     for path, module in model.named_modules():
         for name, buffer in kept_by_rank(module):
             if buffer is not None:

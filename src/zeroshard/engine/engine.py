@@ -204,7 +204,7 @@ class Engine(GradientAccess, JoinAccess, MethodAccess, RebuildAccess):
     def _equip(self, losses: StepLosses, techniques: Sequence[Technique]) -> None:
         """Make the objects along a step: backward, forward, recomputation, decision, sequence and order."""
         plan, stage, axes, parts = self.plan, self._stage, self._axes, self._assembly.parts
-        take_from_rank_0(self.model, self.world, ignored=True)
+        take_from_rank_0(self.model, axes.alike, ignored=True)
         place_ignored(self.model, self.mesh.device, self.ledger)
         backward = ListedBackward if plan.pipelined else Backward
         self._backward = backward(parts, self._gatherer, self._late, self.comm, losses, plan.scales_loss)

@@ -54,7 +54,7 @@ from zeroshard.pipeline.whole import WholeModel
 from zeroshard.quantized.stored import quantised_facts
 from zeroshard.text import format_bytes
 from zeroshard.units.adapters import base_names
-from zeroshard.units.ignored import ignored_in, kept_by_rank
+from zeroshard.units.ignored import ignored_names, kept_by_rank
 
 Wholes = TypeVar("Wholes", bound=WholeWeights)
 SHARE = 0.9  # of free host memory that copies of a checkpoint may take
@@ -235,8 +235,9 @@ class State:
                 with part.updater.at_hand(writes=True):
                     self._load_weights(part, source)
             for name, buffer in self.buffers.present():
-                if source.shape(f"buffer:{name}") is not None:
-                    buffer.copy_(source.whole(f"buffer:{name}").view(buffer.shape))
+                found = f"buffer:{self._tied.get(name, name)}"
+                if source.shape(found) is not None:
+                    buffer.copy_(source.whole(found).view(buffer.shape))
             if states:
                 self._take_states(source)
         except CheckpointError as error:
@@ -319,7 +320,7 @@ class State:
             "cut": self._stage.facts,
             **({"axes": self._axes} if self._axes else {}),
             "buffers": self.buffers.facts(),
-            "ignored": sorted(ignored_in(self._model)),
+            "ignored": ignored_names(self._model, self._tied),
             **quantised_facts(self._model),
             **adapter_facts(self._model),
             "tied": self._tied,
@@ -332,7 +333,7 @@ class State:
         """Fill this rank's slices; no other rank is needed."""
         reader = Reader(path)
         check_facts(path, reader.facts)
-        check_ignored(path, reader.facts.get("ignored", []), ignored_in(self._model))
+        check_ignored(path, reader.facts.get("ignored", []), ignored_names(self._model, self._tied))
         left = (reader.facts.get("base") or {"tensors": {}})["tensors"]
         self._check_shapes(reader, self._shapes(), {name: tuple(row[0]) for name, row in left.items()})
         saved = self._checked(reader)

@@ -28,11 +28,12 @@ from zeroshard.pipeline.cut.chain import Chain
 from zeroshard.pipeline.cut.layers import Layer
 from zeroshard.pipeline.partition.balance import balance
 from zeroshard.pipeline.partition.measure import REPEATS, measure
-from zeroshard.pipeline.policy import Cut, Pipeline
+from zeroshard.pipeline.policy import Cut
+from zeroshard.pipeline.refusals import refuse_ignored, refuse_loans, refuse_shared_buffers
 from zeroshard.pipeline.run.borrowed import Borrowed
 from zeroshard.pipeline.run.deferred import Deferral
 from zeroshard.pipeline.run.scattered import Scattered
-from zeroshard.pipeline.whole import DtypeOf, Replaced, WholeModel, replaced
+from zeroshard.pipeline.whole import DtypeOf, Replaced, WholeModel, planned_ignored, replaced
 from zeroshard.schedule import Action, Kind, Loan, PipelineSchedule, verify
 from zeroshard.schedule.orders import warm_up
 from zeroshard.schedule.run import peer_of
@@ -41,6 +42,7 @@ from zeroshard.step.sequence import Run
 from zeroshard.units import Unit
 from zeroshard.units.compiling import uncompiled
 from zeroshard.units.hooks import in_place_of
+from zeroshard.units.ignored import is_ignored, note_elsewhere
 
 VERIFIED_STEPS = 3  # of a schedule that never flushes
 
@@ -165,9 +167,9 @@ class Stage:
         return [list(layout.members(number)) for number in range(layout.stages)]
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The whole shapes of the parameters of all stages."""
-        here = {name: tuple(p.shape) for layer in self.chain.layers for name, p in layer.parameters.items()}
-        return here | self.whole_shapes
+        """The whole shapes of the parameters of all stages that are not ignored."""
+        every = (item for layer in self.chain.layers for item in layer.parameters.items())
+        return {name: tuple(p.shape) for name, p in every if not is_ignored(p)} | self.whole_shapes
 
     def cut(self, technique: Technique, axes: Mapping[str, Axis]) -> Replaced:
         """Apply a technique, which replaces parameters of all stages by parts of the same names."""
@@ -208,13 +210,15 @@ class Stage:
         """
         device, chain = self.mesh.device, self.chain
         named = {name: p for layer in chain.layers for name, p in layer.parameters.items()}
-        dtypes, made = {name: dtype(p) for name, p in named.items()}, {name: real(p) for name, p in named.items()}
+        dtypes = {name: p.dtype if is_ignored(p) else dtype(p) for name, p in named.items()}
+        made = {name: real(p) for name, p in named.items()}
         for loan, lent in self.loans.items():
             if loan.borrower % self.pipeline.layout.stages == self.number:
                 sites = [list(chain.sites(made[name])) for name in lent]
                 values = [in_place_of(made[n], made[n].detach().to(device, dtypes[n]).contiguous()) for n in lent]
                 self.borrowed[loan] = Borrowed(values, sites, ledger)
         own_parameters = {id(real(p)) for unit in units for p in unit.parameters.values()}
+        own_parameters |= {id(made[n]) for layer in self.layers for n, p in layer.parameters.items() if is_ignored(p)}
         lent_names = {name for loan in self.borrowed for name in self.loans[loan]}
         for name, parameter in made.items():
             if id(parameter) in own_parameters:
@@ -227,11 +231,14 @@ class Stage:
                 absent = torch.empty(parameter.shape, dtype=dtypes[name], device="meta")
                 if module in chain.frames:  # its forward runs here, and must find a tensor
                     absent = torch.full((), float("nan"), dtype=dtypes[name], device=device).expand(parameter.shape)
-                module._parameters[attribute] = nn.Parameter(absent, requires_grad=False)
+                module._parameters[attribute] = new = nn.Parameter(absent, requires_grad=False)
+                if is_ignored(parameter):
+                    note_elsewhere(new)
         chain.placeholders.forget(any(dtypes[name] is not p.dtype for name, p in named.items()))
 
     def planned(self) -> Iterator[Planned]:
-        """Planned bytes of borrowed weights and their gradients."""
+        """Planned bytes of borrowed weights and their gradients, and of ignored parameters."""
+        yield from planned_ignored(self.chain.model, self.mesh.device)
         for borrowed in self.borrowed.values():
             copies = self.borrowed_versions * borrowed.numel * borrowed.dtype.itemsize
             yield Planned("device", Category.PARAMETERS, Fraction(copies), Fraction(0))
@@ -245,8 +252,10 @@ class Stage:
         return max(chunks.values(), default=0), "the largest of its chunks"
 
     def stage_of_buffer(self, module: nn.Module, name: str) -> int:
-        """The stage of a buffer: the one that runs its module."""
-        return self.chunk_of_layer(self.chain.layer_of_buffer(module, name)) % self.pipeline.layout.stages
+        """The stage of a buffer, which runs its module; of an ignored parameter, the first that uses it."""
+        path, chain = f"{self.chain.path(module)}.{name}".removeprefix("."), self.chain
+        using = (layer.number for layer in chain.layers if path in layer.parameters)
+        return self.chunk_of_layer(next(using, chain.layer_of_buffer(module, name))) % self.pipeline.layout.stages
 
     def copy_of(self, stage: int) -> int:
         """The rank whose copy of a stage's buffers this rank uses: itself, or the rank of its data rank."""
@@ -295,13 +304,13 @@ def make_stage(model: nn.Module, cut: Cut, mesh: Mesh, example: Any, run: Run) -
         firsts = _cut(model, cut, chain, world, lambda: run(on_device))
     _refuse_other_ways(chain, world)
     chain.crossing.refuse_asides(firsts[1:-1], [layer.name for layer in chain.layers])
-    _refuse_shared_buffers(chain, firsts, cut.pipeline)
+    refuse_shared_buffers(chain, firsts, cut.pipeline)
     layout = pipeline.layout
     replicas = part_of(mesh, [layout.members(s) for s in range(layout.stages)], "stage")
     stage = Stage(world, replicas, pipeline, chain, firsts, deferral=deferral)
     _share_out(stage)
     if stage.loans:
-        _refuse_loans(stage)
+        refuse_loans(stage.pipeline, stage.loans)
         stage.pipeline = cut.schedule(mesh.ranks, tuple(stage.loans))
     stage.pipeline = chain.route(firsts, stage.pipeline)
     if world.on_accelerator or mesh.platform.imitates:
@@ -377,63 +386,8 @@ def _refuse_other_ways(chain: Chain, world: Comm) -> None:
             chain.carried.read(key, reads)
 
 
-def _refuse_shared_buffers(chain: Chain, firsts: list[int], pipeline: Pipeline) -> None:
-    """Refuse buffers whose writes would differ from one process.
-
-    Raises:
-        ModelError: with the buffer's name.
-    """
-    for (module, name), (written, read) in chain.written.items():
-        path = ".".join(filter(None, (chain.path(module), name)))
-        stages = {(bisect_right(firsts[:-1], layer) - 1) % pipeline.stages for layer in written}
-        if module in chain.everywhere:
-            if pipeline.virtual_stages > 1:
-                raise ModelError(
-                    f"The buffer {path!r} is written outside of the blocks, in code that a stage runs for each of its "
-                    f"virtual_stages={pipeline.virtual_stages} chunks, so it would change {pipeline.virtual_stages} "
-                    f"times per microbatch. Write it in a block or in a module with parameters, or use "
-                    f"virtual_stages=1."
-                )
-            early = [layer for layer in read if bisect_right(firsts[:-1], layer) - 1 < max(stages)]
-            if early:
-                raise ModelError(
-                    f"The buffer {path!r} is read {chain.place(min(early))} and written {chain.place(max(written))}, "
-                    f"in code that the stage which reads it does not run, so it would read older values than in one "
-                    f"process. Write it where it is read, or use pipeline_parallel=1."
-                )
-        elif len(stages) > 1:
-            layers = ", ".join(chain.layers[layer].name for layer in sorted(written))
-            raise ModelError(
-                f"The buffer {path!r} is written in {layers}, which are on several stages, so each would have values "
-                f"of its own. Give each layer a module of its own, or keep them on one stage with split=(...)."
-            )
-
-
-def _refuse_loans(stage: Stage) -> None:
-    """Refuse shared weights of stages whose numbers of replicas do not fit.
-
-    Raises:
-        PlanError: with their names.
-    """
-    pipeline, replicas = stage.pipeline, stage.pipeline.layout.replicas
-    for loan, names in stage.loans.items():
-        owners, borrowers = replicas[loan.owner % len(replicas)], replicas[loan.borrower % len(replicas)]
-        text = f"{', '.join(names)} is used on several stages, with replicas={replicas}"
-        if pipeline.layout.uneven and pipeline.streams:
-            raise PlanError(
-                f"{text} and schedule={pipeline.name!r}, under which they would meet other microbatches on each; use "
-                f"equally many replicas of every stage, or schedule='1f1b'."
-            )
-        if pipeline.gathers and borrowers % owners:
-            raise PlanError(
-                f"{text} and zero=3, under which all {owners} replicas of the stage that owns it gather it for each "
-                f"that borrows it, and {borrowers} do not divide among them; use zero=2, or a multiple of {owners} "
-                f"replicas of that stage."
-            )
-
-
 def _share_out(stage: Stage) -> None:
-    """Assign every parameter to the first stage that uses it; later stages borrow it."""
+    """Assign every parameter to the first stage that uses it; later stages borrow it. Ignored ones have no owner."""
     d = stage.pipeline.layout.stages
     owner_of: dict[nn.Parameter, int] = {}
     given: set[nn.Parameter] = set()
@@ -443,7 +397,9 @@ def _share_out(stage: Stage) -> None:
         mine: dict[str, nn.Parameter] = {}
         for name, parameter in layer.parameters.items():
             owner = owner_of.setdefault(parameter, chunk)
-            if owner % d != chunk % d:
+            if is_ignored(parameter):
+                refuse_ignored(name, parameter, owner % d, chunk % d)
+            elif owner % d != chunk % d:
                 borrowed.setdefault(Loan(owner, chunk), []).append(name)
             elif parameter not in given:
                 given.add(parameter)

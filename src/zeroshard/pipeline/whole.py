@@ -114,7 +114,12 @@ class WholeModel:
         return sum(sorted(sizes[:-1])[-2:]) + sizes[-1], "two units at a time and the root"
 
     def planned(self) -> Iterator[Planned]:
-        """Ignored parameters, which are whole; nothing is borrowed."""
-        for parameter in ignored_in(self._model).values():
-            if parameter.device.type == self.mesh.device.type:
-                yield Planned("device", Category.PARAMETERS, Fraction(parameter.nbytes), Fraction(0))
+        """Ignored parameters; nothing is borrowed."""
+        return planned_ignored(self._model, self.mesh.device)
+
+
+def planned_ignored(model: nn.Module, device: torch.device) -> Iterator[Planned]:
+    """Planned bytes of the ignored parameters on this rank's device, which are whole."""
+    for parameter in ignored_in(model).values():
+        if parameter.device.type == device.type:
+            yield Planned("device", Category.PARAMETERS, Fraction(parameter.nbytes), Fraction(0))

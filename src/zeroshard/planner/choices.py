@@ -1,5 +1,6 @@
 """A plan's choice of each technique; only here does the planner read settings of techniques from a plan."""
 
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -14,6 +15,8 @@ from zeroshard.rng.choice import Drawing
 from zeroshard.schedule import PipelineSchedule
 from zeroshard.tensor.choice import Splitting
 from zeroshard.zero.choice import Slicing
+
+ONE_BLOCK = re.compile(r"(^|\.)[\d\[?]")  # in names of ignored parameters: of single blocks, so that blocks are unlike
 
 
 class Choices(NamedTuple):
@@ -64,12 +67,17 @@ def choices_of(plan: Plan) -> Choices:
 
 
 def takes(plan: Plan, settings: Mapping[str, Any]) -> bool:
-    """Whether a plan combines with other settings; one that ignores parameters has neither stages nor split layers."""
+    """Whether a plan combines with other settings; one that ignores parameters has no split layers."""
     try:
         plan.with_settings(settings)
     except PlanError:
         return not plan.ignored  # other plans are refused with the reason
     return True
+
+
+def alike(plan: Plan) -> bool:
+    """Whether equal blocks cost alike, so that few can be rehearsed for all."""
+    return all(choice.alike for choice in choices_of(plan)) and not any(map(ONE_BLOCK.search, plan.ignored))
 
 
 def schedule_of(plan: Plan, ranks: int) -> PipelineSchedule:

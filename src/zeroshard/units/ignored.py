@@ -3,13 +3,14 @@
 [Note: ignored parameters] As with FSDP2's `ignored_params`, they stay the user's own objects on every rank: whole, on
 their device, in their dtype, in no flat buffer. Their gradients are torch's own, of this rank's backwards alone: never
 reduced, clipped or unscaled. No update changes them. Like buffers, they start with rank 0's values, and each rank has
-its own from then on; state dicts and files hold them under their names, and a checkpoint those of every rank. A mark on
-the parameter says so, until the next engine is made.
+its own from then on; state dicts and files hold them under their names, and a checkpoint those of every rank. In a
+pipeline they are on the ranks of each stage that uses them, and parameters on the meta device stand for them on others.
+A mark on the parameter says so, until the next engine is made.
 """
 
 import difflib
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 
 import torch
@@ -22,6 +23,7 @@ from zeroshard.text import format_names
 OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 MARK = "ignored_by_engine"  # an attribute of ignored parameters
 GIVEN, MADE = "given", "made"  # its values: by the user, or by the engine in place of one on the meta device
+ELSEWHERE = "elsewhere"  # its value where the parameter itself is on other stages
 
 
 def is_ignored(parameter: torch.Tensor) -> bool:
@@ -30,8 +32,18 @@ def is_ignored(parameter: torch.Tensor) -> bool:
 
 
 def ignored_in(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The ignored parameters of a model, by the first name of each."""
-    return {name: parameter for name, parameter in model.named_parameters() if is_ignored(parameter)}
+    """The ignored parameters of a model on this rank, by the first name of each."""
+    marks = ((name, parameter, vars(parameter).get(MARK)) for name, parameter in model.named_parameters())
+    return {name: parameter for name, parameter, mark in marks if mark not in (None, ELSEWHERE)}
+
+
+def ignored_names(model: nn.Module, further: Container[str]) -> list[str]:
+    """The first names of all ignored parameters of a model, those of other stages included, in order.
+
+    Args:
+        further: names of parameters that have others before.
+    """
+    return sorted(name for name, parameter in model.named_parameters() if is_ignored(parameter) and name not in further)
 
 
 def mark_ignored(model: nn.Module, wanted: Sequence[str]) -> None:
@@ -62,6 +74,11 @@ def mark_ignored(model: nn.Module, wanted: Sequence[str]) -> None:
 def note_made(parameter: nn.Parameter) -> None:
     """Note that the engine has made an ignored parameter."""
     vars(parameter)[MARK] = MADE
+
+
+def note_elsewhere(parameter: nn.Parameter) -> None:
+    """Note that a parameter stands for an ignored one of other stages."""
+    vars(parameter)[MARK] = ELSEWHERE
 
 
 def trained_by(model: nn.Module) -> list[nn.Parameter]:
@@ -117,13 +134,16 @@ def place_ignored(model: nn.Module, device: torch.device, ledger: Ledger) -> Non
 
 
 def kept_by_rank(module: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """The tensors of a module of which each rank has its own: persistent buffers, None included, and ignored ones."""
+    """The tensors of a module of which each rank has its own: persistent buffers, None included, and ignored ones.
+
+    Ignored ones of other stages are on the meta device.
+    """
     for name, buffer in module._buffers.items():
         if name not in module._non_persistent_buffers_set:
             yield name, buffer
     for name, parameter in module._parameters.items():
         if parameter is not None and is_ignored(parameter):
-            yield name, parameter
+            yield name, parameter.to("meta") if vars(parameter)[MARK] == ELSEWHERE else parameter
 
 
 def _named(model: nn.Module, named: dict[str, nn.Parameter], want: str) -> Iterator[nn.Parameter]:

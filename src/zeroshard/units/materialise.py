@@ -25,7 +25,7 @@ from zeroshard.comm.collectives import Comm
 from zeroshard.errors import ModelError
 from zeroshard.units.adapters import initialisers_of, magnitudes_of
 from zeroshard.units.hooks import in_place_of
-from zeroshard.units.ignored import is_ignored, note_made
+from zeroshard.units.ignored import ignored_in, is_ignored, note_made
 
 Initialiser = Callable[[nn.Module], object]
 
@@ -298,8 +298,8 @@ def take_from_rank_0(model: nn.Module, world: Comm, ignored: bool = False) -> No
 
     Values that are not on this rank's device go over it one block at a time.
     """
-    for name, parameter in model.named_parameters():
-        if parameter.is_meta or (ignored and not is_ignored(parameter)):
+    for name, parameter in ignored_in(model).items() if ignored else model.named_parameters():
+        if parameter.is_meta:
             continue
         if parameter.device == world.mesh.device:
             world.broadcast(parameter.data, f"initial {name}")

@@ -1,12 +1,11 @@
 """Plans without stages: one rank stands for all, rehearsed with few blocks and few microbatches."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 
 from zeroshard.doctor.hardware import Machines
 from zeroshard.plan import Plan
-from zeroshard.planner.choices import choices_of, schedule_of
+from zeroshard.planner.choices import alike, choices_of, schedule_of
 from zeroshard.planner.predict.rank_costs import (
     RankCosts,
     Times,
@@ -19,7 +18,6 @@ from zeroshard.planner.predict.rehearse import SETTLED, Rehearsed, TrainingTask,
 from zeroshard.planner.predict.shallow import FEW, Stack, probes, shallow
 from zeroshard.schedule.peaks import ALIKE
 
-ONE_BLOCK = re.compile(r"(^|\.)[\d\[?]")  # in names of ignored parameters: of single blocks, so that blocks are unlike
 ALL_BLOCKS = (15, 20)  # blocks to add to all of a model, and to divide these by, for the work of a whole rehearsal
 RECOMPUTED = 1.35  # times the work without recomputation
 FIRST_STEP = 3  # work of building and of the first step beyond that of a later one, as of so many
@@ -85,8 +83,7 @@ class Unstaged:
 
 def _deeper(plan: Plan, stacks: Sequence[Stack], few: int) -> list[Stack]:
     """The stacks of more than `few` blocks, if few blocks determine the numbers of all."""
-    alike = all(choice.alike for choice in choices_of(plan)) and not any(map(ONE_BLOCK.search, plan.ignored))
-    return [stack for stack in stacks if alike and stack.depth > few]
+    return [stack for stack in stacks if alike(plan) and stack.depth > few]
 
 
 def on_machines(plan: Plan, machines: Machines) -> Plan:

@@ -16,7 +16,7 @@ from typing import Any
 from zeroshard.comm.collectives import Purpose
 from zeroshard.doctor.hardware import Machines
 from zeroshard.plan import Plan
-from zeroshard.planner.choices import choices_of, schedule_of
+from zeroshard.planner.choices import alike, choices_of, schedule_of
 from zeroshard.planner.predict.rank_costs import (
     RankCosts,
     Times,
@@ -76,7 +76,7 @@ class Staged:
         cut = None if stacks is None else _cut(plan, stacks)
         chosen = set(range(plan.pipeline.stages)) if stacks is None else {0, plan.pipeline.stages - 1}
         chosen |= set() if cut is None else _fuller_than_the_first(task, plan, *cut)
-        depths = None if _made_on_devices(task, machines) else cut if _alike(plan) else None
+        depths = None if _made_on_devices(task, machines) else cut if alike(plan) else None
         pipeline = plan.pipeline
         stages = pipeline.rehearsed_stages(plan.microbatches) if depths is not None else pipeline.stages
         found = []
@@ -156,11 +156,6 @@ class _Job:
         return rehearse(task, plan, rank, ranks, rows, self.machines)
 
 
-def _alike(plan: Plan) -> bool:
-    """Whether equal blocks cost alike, so that few can be rehearsed for all."""
-    return all(choice.alike for choice in choices_of(plan))
-
-
 def _cut(plan: Plan, stacks: Sequence[Stack]) -> tuple[Stack, tuple[int, ...]] | None:
     """The stack and the blocks of its list in every chunk, if there is one stack that the plan splits by name."""
     if len(stacks) != 1 or not plan.pipeline.split:
@@ -199,15 +194,15 @@ def _probes(job: _Job) -> Iterator[tuple[Sequence[int], Stack]]:
     stages, chunks = job.plan.pipeline.stages, job.plan.pipeline.virtual_stages
     own = {number * job.stages + job.place: number * stages + job.stage for number in range(chunks)}
     unlike = {c: min(depths[of], max(0, stack.others - sum(depths[:of]))) for c, of in own.items()}
-    alike = {c: depths[of] - unlike[c] for c, of in own.items()}
-    deep = {depth for depth in alike.values() if depth > FEW_OF_STAGE + 1}
-    few = {c: unlike[c] + (min(depth, FEW_OF_STAGE) if depth in deep else depth) for c, depth in alike.items()}
+    equal = {c: depths[of] - unlike[c] for c, of in own.items()}
+    deep = {depth for depth in equal.values() if depth > FEW_OF_STAGE + 1}
+    few = {c: unlike[c] + (min(depth, FEW_OF_STAGE) if depth in deep else depth) for c, depth in equal.items()}
     every = range(job.stages * chunks)
     elsewhere = {next((c for c in every if c not in own), -1): max(1, stack.others - sum(unlike.values()))}
     base = [few.get(c, elsewhere.get(c, 1)) for c in every]
     yield base, Stack(stack.path, 0)
     for depth in sorted(deep):
-        yield [base[c] + (alike.get(c) == depth) for c in every], Stack(stack.path, depth)
+        yield [base[c] + (equal.get(c) == depth) for c in every], Stack(stack.path, depth)
 
 
 def _of_stage(job: _Job) -> RankCosts:

@@ -65,7 +65,8 @@ def least_bytes(sizes: Sizes, plan: Plan, ranks: int) -> int:
     """The least bytes of states on every rank; under stage 3 with the largest unit gathered."""
     states = states_of(sizes, plan, ranks)
     answers = (choice.least_bytes(states, ranks) for choice in reversed(choices_of(plan)))
-    return sizes.ignored + next(nbytes for nbytes in answers if nbytes is not None)
+    ignored = sizes.ignored // plan.pipeline.stages  # of the stage with the most of them, at least
+    return ignored + next(nbytes for nbytes in answers if nbytes is not None)
 
 
 def states_of(sizes: Sizes, plan: Plan, ranks: int) -> States:
