@@ -97,6 +97,16 @@ def test_the_module_is_left_as_it_was() -> None:
     assert module.forward.__func__ is nn.BatchNorm1d.forward  # type: ignore[attr-defined]
 
 
+def test_a_module_under_two_names_has_its_parameters_afterwards() -> None:
+    """`functional_call` with tied weights would leave the parameters on the meta device."""
+    twice = nn.Sequential(layer := nn.Linear(2, 2), nn.ModuleList([layer])[0])
+    twice.register_module("again", layer)
+    held = list(twice.parameters())
+    made = Placeholders().of(twice, twice.forward, (torch.ones(1, 2),), {})
+    assert made.shape == (1, 2)
+    assert all(one is other and not one.is_meta for one, other in zip(twice.parameters(), held, strict=True))
+
+
 def test_a_stand_in_of_a_stand_in_that_is_written_into() -> None:
     first = placeholder(nn.Linear(3, 4), torch.zeros(2, 3))
     assert placeholder(nn.ReLU(inplace=True), first).shape == (2, 4)

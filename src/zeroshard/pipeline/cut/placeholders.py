@@ -119,13 +119,15 @@ class Placeholders:
             with torch._C.DisableTorchFunctionSubclass():  # the values of a parameter may be on other ranks
                 return torch.empty_like(leaf, device="meta") if isinstance(leaf, Tensor) else leaf
 
-        state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        sites = ((path, name, held) for path, m in module.named_modules() for name, held in _tensors_of(m))
+        state = {f"{path}.{name}" if path else name: held for path, name, held in sites}
         hooked = [module, *(each for each in module.modules() if each in self.inner)]  # their hooks run around the gate
         self._inside = []
         try:
             with without_hooks(hooked), instead(module, forward), torch.no_grad(), _AnyDtype():  # type: ignore[no-untyped-call]
                 meta_args, meta_kwargs = tree_map(to_meta, (args, kwargs))
-                output = functional_call(module, tree_map(to_meta, state), meta_args, meta_kwargs)
+                tensors = tree_map(to_meta, state)  # one for each site: `tie_weights` would swap some sites twice
+                output = functional_call(module, tensors, meta_args, meta_kwargs, tie_weights=False)
             return shapes_of(output), self._inside
         except Exception as error:
             gates = {gate.path: gate for gate in self.inner.values()}
@@ -145,6 +147,12 @@ class Placeholders:
             ) from error
         finally:
             self._inside = None
+
+
+def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """A module's own parameters and buffers."""
+    named = (*module._parameters.items(), *module._buffers.items())
+    return ((name, held) for name, held in named if held is not None)
 
 
 @contextmanager
