@@ -150,6 +150,28 @@ def test_transformers_loads_its_model(pool: Pool, most: str, capsys: pytest.Capt
     assert transformers.AutoModelForCausalLM.from_pretrained("half").dtype == torch.bfloat16
 
 
+def test_weights_that_the_user_shares_are_written_under_each_name() -> None:
+    """`from_pretrained` ties those of the class alone, and would draw the others anew."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=16, tie_word_embeddings=True, **sizes))
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+    engine = zs.Engine(model, torch.optim.AdamW, zs.Plan(zero=3), mesh=zs.Mesh())
+    tokens = torch.arange(8).view(2, 4)
+    engine.train_step({"input_ids": tokens, "labels": tokens})
+    engine.save("c", wait=True)
+    engine.export("live")
+    main(["export", "c", "--out", "stored"])
+    wanted = engine.state_dict()
+    for folder in ("live", "stored"):
+        again, facts = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+        assert not facts["missing_keys"] and not facts["unexpected_keys"], folder
+        assert all(torch.equal(value, wanted[name]) for name, value in again.state_dict().items()), folder
+        assert "lm_head.weight" not in load_file(f"{folder}/model.safetensors")
+    assert {name for name, _ in engine.weights(names="transformers")} == set(load_file("live/model.safetensors"))
+
+
 def live(mapped: set[int]) -> int:
     """Bytes of all tensors that anybody holds, but for those mapped from a file; of sharers, the largest counts."""
     sizes: dict[int, int] = {}

@@ -7,7 +7,7 @@ full, is an error on all of them and no hang. Between two tensors there is no st
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from zeroshard.checkpoint.export import (
     texts_of,
     write_export,
 )
-from zeroshard.checkpoint.file_names import FAMILY, FileGroup, Names, grouped, renamed
+from zeroshard.checkpoint.file_names import FAMILY, FileGroup, Names, further_names, grouped, renamed
 from zeroshard.checkpoint.stream import Slot
 from zeroshard.comm.collectives import Comm
 from zeroshard.errors import CheckpointError, CommError, ConfigError, PlanError
@@ -122,11 +122,14 @@ class WholeWeights:
         Raises:
             ConfigError: `names` does not fit, or `dtype` is none of floating-point numbers.
         """
-        kind, slots = floating_dtype(dtype), []
+        kind, slots = floating_dtype(dtype), {}
         for held in self.table:
             own = held.kept if masters else held.computed
-            slots.append(Slot(held.name, kind if kind is not None and own.is_floating_point else own, held.shape))
-        return grouped(slots, names, self._model)
+            slots[held.name] = Slot(held.name, kind if kind is not None and own.is_floating_point else own, held.shape)
+        if names == FAMILY:
+            further = further_names(self.tied, self._model).items()
+            slots |= {name: replace(slots[first], key=name) for name, first in further if first in slots}
+        return grouped(list(slots.values()), names, self._model)
 
     def walk(
         self, groups: Sequence[FileGroup], read: Callable[[Slot], Tensor] | None = None
@@ -145,9 +148,10 @@ class WholeWeights:
 
     def read(self, slot: Slot) -> Tensor:
         """A whole tensor of the table in the dtype of `slot`, dequantised; a collective call."""
-        weight = self._quantised.get(slot.key)
+        name = self.tied.get(slot.key, slot.key)
+        weight = self._quantised.get(name)
         if weight is None:
-            return self._assembled(self._by_name[slot.key], slot.dtype)
+            return self._assembled(self._by_name[name], slot.dtype)
         held = {end: self._by_name[end_of(weight.label, end)] for end in weight.ends}
         tensors = {end: self._assembled(each, each.computed) for end, each in held.items()}
         return weight.dequantised(tensors).to(slot.dtype).contiguous()

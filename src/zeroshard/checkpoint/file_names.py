@@ -21,6 +21,7 @@ from zeroshard.errors import ConfigError
 
 Conversion = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 Names = Callable[[str], str] | str | None
+OF_PEFT = "base_model.model."  # before the names of a model inside of peft's
 FAMILY = "transformers"  # of `Names`: those of the family's files
 
 
@@ -77,6 +78,19 @@ def grouped(slots: Sequence[Slot], names: Names, model: nn.Module | None) -> lis
             if other != group.sources[0].key:
                 raise ConfigError(f"'{other}' and '{group.sources[0].key}' both get the name '{slot.key}'.")
     return groups
+
+
+def further_names(tied: Mapping[str, str], model: Any) -> dict[str, str]:
+    """The further names of tied parameters that files must have, since loading does not tie them.
+
+    Args:
+        tied: for parameters with several names, each further name and the first.
+        model: of transformers, or peft's around one; with any other, all of them.
+    """
+    ties = getattr(model, "get_expanded_tied_weights_keys", None)
+    loaded = {} if ties is None else ties(all_submodels=True)
+    own = {f"{prefix}{name}" for pair in loaded.items() for name in pair for prefix in ("", OF_PEFT)}
+    return {name: first for name, first in tied.items() if not {name, first} <= own}
 
 
 def stacks_apart(slots: Sequence[Slot], model_type: str) -> list[FileGroup]:

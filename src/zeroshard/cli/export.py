@@ -18,7 +18,7 @@ from zeroshard.checkpoint.export import (
     refuse_existing,
     write_export,
 )
-from zeroshard.checkpoint.file_names import FAMILY, grouped, stacks_apart
+from zeroshard.checkpoint.file_names import FAMILY, further_names, grouped, stacks_apart
 from zeroshard.checkpoint.folder import find_checkpoint
 from zeroshard.checkpoint.weights import SINGLE
 from zeroshard.cli.early_options import ExportOptions
@@ -93,8 +93,8 @@ def _as_saved(
 def planned(reader: Reader, dtype: torch.dtype | None, most: int) -> tuple[ExportPlan, dict[str, Source]]:
     """Assign tensors to names and files.
 
-    A model of transformers is written as its own `save_pretrained` does: tied parameters once, under the names of its
-    family, `config.json` beside them. Of any other model all names of its state dict are written.
+    A model of transformers is written as its own `save_pretrained` does: parameters that its class ties once, under the
+    names of its family, `config.json` beside them. Of any other model all names of its state dict are written.
 
     Args:
         dtype: of floating-point tensors; None for as they are.
@@ -109,8 +109,10 @@ def planned(reader: Reader, dtype: torch.dtype | None, most: int) -> tuple[Expor
     config, tied = reader.facts.get("config"), reader.facts.get("tied")
     config = config if isinstance(config, dict) else None  # other programs may write other facts
     sources = {name: f"{kind}:{name}" for kind in ("weight", "buffer") for name in reader.names(kind)}
-    if config is None and isinstance(tied, dict):
-        sources |= {name: sources[str(first)] for name, first in tied.items() if str(first) in sources}
+    model = None if config is None else _on_meta(config)
+    if isinstance(tied, dict) and (config is None or model is not None):
+        further = further_names({str(name): str(first) for name, first in tied.items()}, model)
+        sources |= {name: sources[first] for name, first in further.items() if first in sources}
     weights, taken = stored_weights(reader, sources)
     plain = {name: source for name, source in sources.items() if name not in taken}
     _refuse_codes(reader, plain)
@@ -123,7 +125,7 @@ def planned(reader: Reader, dtype: torch.dtype | None, most: int) -> tuple[Expor
         wide |= {name} if entry.dtype != torch.float16 else set()
     if config is None:
         groups = grouped(slots, None, None)
-    elif (model := _on_meta(config)) is not None:
+    elif model is not None:
         groups = grouped(slots, FAMILY, model)
     else:
         groups = stacks_apart(slots, str(config.get("model_type")))
