@@ -9,7 +9,7 @@ import copy
 import json
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,20 +19,20 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from zeroshard.access.whole_layers import merged_parameter, with_values
 from zeroshard.access.whole_weights import HeldBoxes, WholeWeights
 from zeroshard.checkpoint.export import CONFIG, ExportPlan, folder_of, narrowed, plan_export, texts_of
-from zeroshard.checkpoint.file_names import FAMILY, grouped, renamed
+from zeroshard.checkpoint.file_names import FAMILY, FileGroup, further_names, grouped, renamed
 from zeroshard.checkpoint.stream import Slot
 from zeroshard.errors import CheckpointWarning, PlanError
 from zeroshard.precision.cast import floating_dtype
 from zeroshard.quantized.weights import is_turned
 from zeroshard.text import format_names, shard_bytes
-from zeroshard.units.adapters import base_names, layers_of_adapters
+from zeroshard.units.adapters import INSIDE, base_names, layers_of_adapters
 
 FACT = "adapters"  # its key among the facts of a checkpoint
 EMBEDDINGS = ("embed_tokens", "lm_head")  # as peft knows them
 WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # as peft names them
-PREFIX = "base_model.model."  # of names of the base inside of peft's model
 Read = Callable[[Slot], Tensor]  # makes a source of a group; a collective call
 
 
@@ -108,14 +108,53 @@ def plan_adapter(whole: TensorTable, model: Any, adapter: str | None) -> ExportP
     name = _adapter_of(model, adapter)
     held = {each.name: each for each in whole.table}
     empty = {n: torch.empty(each.shape, dtype=each.kept, device="meta") for n, each in held.items()}
-    tied = {further: empty[first] for further, first in whole.tied.items() if first in empty}
+    tied = {further: empty[first] for further, first in {**whole.tied, **_aliases(model)}.items() if first in empty}
     sources = {id(tensor): n for n, tensor in empty.items()}
-    groups = []
-    for key, tensor in _state_dict_of_adapter(model, name, empty | tied).items():
+    groups = [_prompt(model, name, held)] if name in getattr(model, "prompt_encoder", ()) else []
+    for key, tensor in ({} if groups else _state_dict_of_adapter(model, name, empty | tied)).items():
+        if id(tensor) not in sources:
+            raise PlanError(
+                f"The files of an adapter by {model.peft_config[name].peft_type.value} have '{key}', which is no "
+                f"parameter or buffer of the model. Load its weights into a model of peft, and save that: "
+                f"model.load_state_dict(engine.state_dict()), model.save_pretrained(folder)."
+            )
         first = sources[id(tensor)]
         groups.append(renamed(Slot(first, held[first].kept, held[first].shape), key))
     plan = plan_export(groups, 2**62, {ADAPTER_CONFIG: _config_of(model, name)}, None)
     return replace(plan, shards={WEIGHTS: plan.slots})
+
+
+def _aliases(model: nn.Module) -> dict[str, str]:
+    """For buffers with several names, each further name and the first."""
+    firsts: dict[int, str] = {}
+    every = model.named_buffers(remove_duplicate=False)
+    pairs = {name: firsts.setdefault(id(buffer), name) for name, buffer in every}
+    return {name: first for name, first in pairs.items() if name != first}
+
+
+def _prompt(model: Any, name: str, held: Mapping[str, HeldBoxes]) -> FileGroup:
+    """The embeddings of virtual tokens, which peft computes from the parameters of their encoder.
+
+    Raises:
+        PlanError: the files have more, since there are several tasks.
+    """
+    encoder, path = model.prompt_encoder[name], f"prompt_encoder.{name}."
+    if hasattr(encoder, "prefix_task_rows"):
+        raise PlanError(
+            "adapters= has no prompts of several tasks. Load the weights into a model of peft, and save that: "
+            "model.load_state_dict(engine.state_dict()), model.save_pretrained(folder)."
+        )
+
+    def convert(values: dict[str, Tensor]) -> dict[str, Tensor]:
+        whole = with_values(encoder, {key.removeprefix(path): value for key, value in values.items()})
+        apart = copy.copy(model)
+        vars(apart)["_modules"] = {**model._modules, "prompt_encoder": {name: whole}}
+        return {"prompt_embeddings": apart.get_prompt_embedding_to_save(name)}
+
+    sources = tuple(Slot(n, h.kept, h.shape) for n, h in held.items() if n.startswith(path))
+    embeddings = convert({slot.key: torch.zeros(slot.shape, dtype=slot.dtype) for slot in sources})
+    results = tuple(Slot(key, value.dtype, tuple(value.shape)) for key, value in embeddings.items())
+    return FileGroup(sources, results, convert)
 
 
 def plan_merged(whole: TensorTable, model: Any, sizes: ExportSizes) -> tuple[ExportPlan, Read]:
@@ -158,30 +197,39 @@ class _Merging:
     def __init__(self, whole: TensorTable, model: Any, active: list[str], prefix: str, every: bool) -> None:
         self._whole, self._active = whole, active
         named = base_names(model)
-        assert named is not None
+        if named is None or hasattr(model, "prompt_encoder"):
+            raise PlanError(
+                "merge=True merges adapters into weights, and those of this model are beside them (prompts, prefixes). "
+                "Export them alone, with adapters=True."
+            )
         self._table = {each.name: each for each in whole.table}
         self._layers: dict[str, list[tuple[str, Any]]] = {}  # by the name of the parameter, innermost layer first
         for path, layer in layers_of_adapters(model).items():
-            parameter = f"{_inside(path, layer)}.{getattr(layer, 'parameter_name', None) or 'weight'}"
-            self._layers.setdefault(parameter, []).insert(0, (path, layer))
-            _check(path, layer, active)
-            codes = self._table.get(parameter)
+            inside, names = _inside(path, layer), [getattr(layer, "parameter_name", None) or "weight"]
+            if not _is_sum(layer, active):
+                _check(path, layer)
+                names = [name for name, _ in layer.get_base_layer().named_parameters()]
+            for parameter in (f"{inside}.{name}" for name in names):
+                self._layers.setdefault(parameter, []).insert(0, (path, layer))
+            codes = self._table.get(f"{inside}.{names[0]}")
             if codes is not None and not codes.kept.is_floating_point:
                 raise PlanError(
-                    f"merge=True adds to floating-point weights, and '{parameter}' holds codes ({codes.kept}). Export "
+                    f"merge=True adds to floating-point weights, and '{codes.name}' holds codes ({codes.kept}). Export "
                     f"the adapter alone, with adapters=True, and merge it into a base that is not quantised."
                 )
         own = {name: base.removeprefix(prefix) for name in (*self._table, *whole.tied) if (base := named(name))}
-        self.held = self._chosen(own, every)
-        ties = ({own[further], own[first]} for further, first in whole.tied.items() if {further, first} <= own.keys())
-        self.parted = any(len(names) > 1 and names <= self.held.keys() for names in ties)
+        ties = {own[further]: own[first] for further, first in whole.tied.items() if {further, first} <= own.keys()}
+        apart = further_names(ties, base_of(model))
+        self.held = self._chosen(own, own.values() if every else apart)
+        of_class = ({name, first} for name, first in ties.items() if name != first and name not in apart)
+        self.parted = any(names <= self.held.keys() for names in of_class)
 
-    def _chosen(self, own: Mapping[str, str], every: bool) -> dict[str, HeldBoxes]:
+    def _chosen(self, own: Mapping[str, str], apart: Collection[str]) -> dict[str, HeldBoxes]:
         """By the name in the base, the tensor under it: an active trained copy before the frozen one.
 
         Args:
             own: the names in the base, by those in the model.
-            every: all names of tied parameters, not one of equals.
+            apart: names that are there although another tensor is equal.
         """
         chosen: dict[str, str] = {}
         for name, base in own.items():
@@ -194,7 +242,7 @@ class _Merging:
         for base, name in chosen.items():
             first = self._whole.tied.get(name, name)
             same = first, tuple(path for path, _ in self._layers.get(name, ()))
-            if every or same not in seen:
+            if base in apart or same not in seen:
                 seen.add(same)
                 found[base] = replace(self._table[first], name=name)
         return found
@@ -207,6 +255,9 @@ class _Merging:
             return self._whole.read(replace(slot, key=name))
         values = self._one(name)
         for path, layer in layers:
+            if not _is_sum(layer, self._active):
+                values = self._by_peft(path, layer, held.name, values)
+                continue
             for adapter in self._active:
                 if adapter in layer.scaling:
                     values = _merged(layer, adapter, values, self._of_adapter(path, layer, adapter))
@@ -215,6 +266,18 @@ class _Merging:
     def _one(self, name: str) -> Tensor:
         held = self._table[name]
         return self._whole.read(Slot(name, torch.float32, held.shape))
+
+    def _by_peft(self, path: str, layer: Any, parameter: str, values: Tensor) -> Tensor:
+        """A parameter of the base merged by a layer whose adapters are no sums."""
+        inside, found = f"{_inside(path, layer)}.", {}
+        for name, _ in (*layer.named_parameters(), *layer.named_buffers()):
+            first = self._whole.tied.get(f"{path}.{name}", f"{path}.{name}")
+            if first in self._table:
+                held = self._table[first]
+                wide = torch.float32 if held.kept.is_floating_point else held.kept
+                found[name] = self._whole.read(Slot(first, wide, held.shape))
+        found[parameter.removeprefix(f"{path}.")] = values
+        return merged_parameter(layer, self._active, found, parameter.removeprefix(inside))
 
     def _of_adapter(self, path: str, layer: Any, adapter: str) -> dict[str, Any]:
         """The whole parameters of an adapter in one layer, in the places where the layer has them."""
@@ -259,18 +322,27 @@ def _inside(path: str, layer: Any) -> str:
     return _inside(path, layer.base_layer) if "base_layer" in layer.base_layer._modules else path
 
 
-def _check(path: str, layer: Any, active: list[str]) -> None:
-    """Refuse a layer whose adapters are no sums.
+def _is_sum(layer: Any, active: Sequence[str]) -> bool:
+    """Whether the active adapters of a layer are those of LoRA and DoRA without biases, which are added to a weight."""
+    biased = [name for name, flag in (getattr(layer, "lora_bias", None) or {}).items() if flag and name in active]
+    modules = isinstance(getattr(layer, "lora_A", None), nn.ModuleDict)
+    return hasattr(layer, "get_delta_weight") and modules and not biased
+
+
+def _check(path: str, layer: Any) -> None:
+    """Refuse a layer of other adapters that peft does not merge, or not by itself.
 
     Raises:
         PlanError: with the way out.
     """
-    biased = [name for name, flag in (getattr(layer, "lora_bias", None) or {}).items() if flag and name in active]
-    if not hasattr(layer, "get_delta_weight") or not hasattr(layer, "lora_A") or biased:
+    inner: Any = layer.base_layer
+    weight = getattr(inner, "weight", None)
+    plain = weight is not None and weight.is_floating_point() and "base_layer" not in inner._modules
+    if not hasattr(layer, "merge") or not plain or ".token_adapter." in f".{path}.":
         raise PlanError(
-            f"merge=True merges adapters by LoRA and DoRA without biases, and '{path}' has a {type(layer).__name__}. "
-            f"Export the adapter alone, with adapters=True, and merge it by PeftModel.from_pretrained(...)."
-            f"merge_and_unload()."
+            f"merge=True merges adapters by LoRA and DoRA, and those of peft's layers that merge around a "
+            f"floating-point layer; '{path}' has a {type(layer).__name__}. Export the adapter alone, with "
+            f"adapters=True, and merge it by PeftModel.from_pretrained(...).merge_and_unload()."
         )
 
 
@@ -338,7 +410,7 @@ def _state_dict_of_adapter(model: Any, adapter: str, state: dict[str, Tensor]) -
             CheckpointWarning,
             stacklevel=2,
         )
-    return {f"{PREFIX}{name}": value for name, value in found.items()} if _is_own_base(model) else found
+    return {f"{INSIDE}{name}": value for name, value in found.items()} if _is_own_base(model) else found
 
 
 def _embeddings(model: Any, adapter: str) -> Sequence[str]:

@@ -8,10 +8,16 @@ beside it), and copies of trained modules beside the frozen ones (`lm_head.origi
 of LoRA. So an adapter's matrices are filled as `LoraConfig` says: with `init_lora_weights=True` A as a linear layer's
 weight and B with zeros, or with "gaussian" A from a normal distribution. Initial values that depend on the base's
 (PiSSA, OLoRA, EVA and others) need a base with values, and so do DoRA's magnitudes, the norms of its rows.
+
+[Note: adapters of other kinds] Layers of LoHa, LoKr, IA3, OFT, VeRA and others are made once more by peft, around one
+layer of the base on the host whose elements are all the same, without memory for each. They are made with two such
+values and the same random numbers: adapters that differ then are computed from the base, and are refused.
 """
 
+import copy
 import math
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -23,6 +29,12 @@ from zeroshard.errors import ModelError
 
 COPIES = re.compile(r"(?<=\.)(original_module|modules_to_save\.[^.]+)\.")
 TOKENS = ".token_adapter.base_layer."  # of embeddings some of whose rows are trained (`trainable_token_indices`)
+INSIDE = "base_model.model."  # before the paths of the base inside of peft's model
+DRAWN = (
+    "PROMPT_TUNING",
+    "P_TUNING",
+    "PREFIX_TUNING",
+)  # prompts of random values, where the configuration has no others
 WITHOUT_BASE = (True, False, "gaussian")  # values of `init_lora_weights` that need no values of the base
 
 
@@ -38,11 +50,14 @@ def base_names(model: nn.Module) -> Callable[[str], str | None] | None:
     module in `modules_to_save`. The prefix of a model inside of peft's (`base_model.model.`) stays.
     """
     layers = layers_of_adapters(model)
+    prompts = tuple(f"{path}." for path in _prompt_encoders(model))
     beside = any("original_module" in module._modules for module in model.modules())
-    if not layers and not beside:
+    if not layers and not beside and not prompts:
         return None
 
     def named(name: str) -> str | None:
+        if name.startswith(prompts):
+            return None
         words = name.replace(TOKENS, ".base_layer.").split(".")
         for place, word in enumerate(words):
             if word != "base_layer" and ".".join(words[:place]) in layers:
@@ -73,7 +88,110 @@ def initialisers_of(model: nn.Module) -> dict[nn.Module, Callable[[], None]]:
         for adapter, module, fill in _modules_of(layer):
             config = _config_of(model, adapter)
             found[module] = partial(_fill, path, getattr(config, "init_lora_weights", True), fill)
+        base = None
+        for name, module in layer.named_modules():
+            if module in found or name.split(".")[0] in ("", "base_layer") or not _is_own_on_meta(module):
+                continue
+            base = _without_tables(layer.get_base_layer()) if base is None else base
+            found[module] = partial(_fill_as_peft, model, path, base, name, module)
+    for path, encoder in _prompt_encoders(model).items():
+        for module in filter(_is_own_on_meta, encoder.modules()):
+            found[module] = partial(_fill_prompt, path, _config_of(model, path.rpartition(".")[2]), module)
     return found
+
+
+def _prompt_encoders(model: nn.Module) -> dict[str, nn.Module]:
+    """The encoders of virtual tokens of prompt and prefix tuning, by path."""
+    owners = {path: module for path, module in model.named_modules() if "prompt_tokens" in vars(module)}
+    found = {}
+    for path, module in owners.items():
+        for name, encoder in module.get_submodule("prompt_encoder").named_children():
+            found[".".join(filter(None, (path, "prompt_encoder", name)))] = encoder
+    return found
+
+
+def _fill_prompt(path: str, config: Any, module: Any) -> None:
+    """Fill a module of an encoder of virtual tokens as its class does.
+
+    Raises:
+        ModelError: its initial values are rows of the base's embeddings.
+    """
+    drawn = getattr(config, "prompt_tuning_init", "RANDOM") == "RANDOM" and config.peft_type.value in DRAWN
+    if not drawn or not hasattr(module, "reset_parameters"):
+        raise _of_base(path, module)
+    module.reset_parameters()
+
+
+def _is_own_on_meta(module: nn.Module) -> bool:
+    tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    return any(tensor.is_meta for tensor in tensors)
+
+
+def _without_tables(module: nn.Module) -> nn.Module:
+    """A copy of a module with tables of parameters of its own, as it is before a cut."""
+    found = copy.copy(module)
+    vars(found).update(_parameters=dict(module._parameters), _forward_hooks={}, _forward_pre_hooks={})
+    return found
+
+
+def _fill_as_peft(model: nn.Module, path: str, base: nn.Module, name: str, module: nn.Module) -> None:
+    """Fill a module of an adapter with the values that peft gives it ([Note: adapters of other kinds]).
+
+    Args:
+        path: of the layer of adapters.
+        base: the layer inside.
+        name: of the module inside of the layer of adapters.
+
+    Raises:
+        ModelError: peft computes the values from the base's.
+    """
+    state, made = torch.get_rng_state(), []
+    for value in (0, 1):
+        torch.set_rng_state(state)
+        try:
+            made.append(_made_by_peft(model, path, base, value).get_submodule(name))
+        except (RuntimeError, ValueError, TypeError, AttributeError, KeyError) as error:
+            raise _of_base(path, module) from error
+    first, second = (dict((*each.named_parameters(), *each.named_buffers())) for each in made)
+    for key, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+        if key not in first or not torch.equal(first[key], second[key]) or first[key].shape != tensor.shape:
+            raise _of_base(path, module)
+        tensor.copy_(first[key])
+
+
+def _of_base(path: str, module: nn.Module) -> ModelError:
+    return ModelError(
+        f"The adapter at '{path}' is on the meta device, and the initial values of its {type(module).__name__} are "
+        f"computed from those of the base. Attach it to a base with values."
+    )
+
+
+def _made_by_peft(model: nn.Module, path: str, base: nn.Module, value: int) -> nn.Module:
+    """A layer of adapters around a layer of the base with one value for all elements, made by peft."""
+    from peft import get_peft_model
+
+    *outer, last = path.rpartition(INSIDE)[2].split(".")
+    inner = _without_tables(base)
+    for name, parameter in base._parameters.items():
+        if parameter is not None:
+            values = torch.full((), value, dtype=parameter.dtype).expand(parameter.shape)
+            inner._parameters[name] = nn.Parameter(values, requires_grad=False)
+    root: Any = nn.Module()
+    at: nn.Module = root
+    for word in outer:
+        at.add_module(word, nn.Module())
+        at = getattr(at, word)
+    at.add_module(last, inner)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # those came when the adapters were attached
+        for adapter, config in _configs_of(model).items():
+            config = copy.deepcopy(config)
+            config.task_type = None  # of a class with inputs of its own
+            if hasattr(root, "add_adapter"):
+                root.add_adapter(adapter, config)
+            else:
+                root = get_peft_model(root, config, adapter)
+    return at.get_submodule(last)
 
 
 def _names_layers(module: nn.Module) -> bool:
@@ -82,8 +200,13 @@ def _names_layers(module: nn.Module) -> bool:
 
 def _config_of(model: nn.Module, adapter: str) -> Any:
     """The configuration of an adapter, from the first module that has them."""
-    tables = (getattr(module, "peft_config", None) for module in model.modules() if "peft_config" in vars(module))
-    return next((table[adapter] for table in tables if isinstance(table, dict) and adapter in table), None)
+    return _configs_of(model).get(adapter)
+
+
+def _configs_of(model: nn.Module) -> dict[str, Any]:
+    """The configurations of all adapters by name."""
+    tables = [vars(m).get("peft_config") or vars(m).get("_peft_config") for m in model.modules()]
+    return {adapter: c for table in tables[::-1] if isinstance(table, dict) for adapter, c in table.items()}
 
 
 Fill = Callable[[Any], None]  # by `init_lora_weights`

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from zeroshard.access.adapter_export import (
     FACT,
-    PREFIX,
     ExportSizes,
     Read,
     base_of,
@@ -43,7 +42,7 @@ from zeroshard.quantized.stacks import CODES, MatrixFormat
 from zeroshard.quantized.stored import FACT as QUANTISED
 from zeroshard.quantized.stored import ends_of, stored_weights
 from zeroshard.quantized.weights import STACK, TURNED, end_of
-from zeroshard.units.adapters import base_names
+from zeroshard.units.adapters import INSIDE, base_names
 
 ENGINE = "Make the engine of the run, call engine.load(checkpoint), then engine.export(folder, merge=True)"
 
@@ -197,7 +196,7 @@ class CheckpointWeights:
         """A tensor of codes or of statistics in the files of the base."""
         named = base_names(self._model)
         assert self._codes is not None and named is not None
-        inside = str(named(name)).removeprefix(PREFIX)
+        inside = str(named(name)).removeprefix(INSIDE)
         values = torch.empty(tuple(self._left[name][0]), dtype=dtype)
         self._codes.fill(f"weight:{inside}", [BoxValues(Box.whole(tuple(values.shape)), values)])
         return values
@@ -254,7 +253,7 @@ def _built(reader: Reader, facts: Mapping[str, Any], own: Callable[[], Any] | No
     try:
         with warnings.catch_warnings(), torch.device("meta"):
             warnings.simplefilter("ignore")  # of peft, about names of bases
-            wraps = any(name.startswith(PREFIX) for name in reader.names("weight"))
+            wraps = any(name.startswith(INSIDE) for name in reader.names("weight"))
             model = made = make()
             if not hasattr(made, "peft_config"):
                 model = _adapted(made, reader.facts, facts["configs"], peft, wraps)
