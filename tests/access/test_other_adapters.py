@@ -9,9 +9,11 @@ import pytest
 import torch
 from engine.adapters import ADAMW, STEPS, base, batch, engine_of, rows_of
 from pool import Pool
+from safetensors.torch import load_file
 from torch import Tensor
 
 import zeroshard as zs
+from zeroshard.cli.main import main
 from zeroshard.errors import ModelError, PlanError
 
 peft = pytest.importorskip("peft")
@@ -35,6 +37,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "prefix": lambda: peft.PrefixTuningConfig(**PROMPT),
     "encoder": lambda: peft.PromptEncoderConfig(**PROMPT, encoder_hidden_size=8),
 }
+ADAPTER = ["--adapter", "default"]
 PROMPTS = ("prompt", "prefix", "encoder")  # beside the weights
 OF_BASE = {  # initial values that are computed from the base's
     "norms": KINDS["norms"],
@@ -85,13 +88,18 @@ def test_they_train_and_are_exported_as_with_peft(tmp_path: Path, kind: str) -> 
 
 
 def made_on_meta(mesh: zs.Mesh | None, kind: str, folder: Path, out: Path, **plan: Any) -> tuple[float, Any, Any]:
-    """The first loss of an engine with the weights of a folder, and all weights before and after a step."""
+    """The first loss of an engine with the weights of a folder, and all weights before and after a step.
+
+    The adapter after it, and merged weights, are exported.
+    """
     settings = zs.Plan(**plan) if plan else zs.Plan()
     example = batch(0) if settings.pipelined else None
     engine = zs.from_pretrained(folder, trained, settings, adapters=KINDS[kind](), mesh=mesh, example=example)
     first, whole = engine.state_dict(), batch(0)
     loss = float(engine.train_step(rows_of(whole, engine.data_rank, engine.data_ranks)).loss)
-    engine.export(out, adapters=True)
+    engine.export(out / "adapter", adapters=True)
+    if kind not in PROMPTS:
+        engine.export(out / "merged", merge=True)
     return loss, first, engine.state_dict()
 
 
@@ -137,10 +145,30 @@ def test_they_start_and_train_alike_under_any_plan(pool: Pool, tmp_path: Path, k
         assert all(torch.equal(begun[name], value) for name, value in first.items())
         for name, value in last.items():
             torch.testing.assert_close(ended[name], value, rtol=1e-4, atol=1e-5)
+    for file in (tmp_path / "alone").glob("*/*.safetensors"):
+        wanted, found = load_file(file), load_file(tmp_path / "ranks" / file.relative_to(tmp_path / "alone"))
+        assert wanted.keys() == found.keys()
+        for name, value in wanted.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
 
 
 def on_ranks(mesh: zs.Mesh, kind: str, folder: Path, plan: dict[str, Any]) -> tuple[float, Any, Any]:
     return made_on_meta(mesh, kind, folder / "base", folder / "ranks", **plan)
+
+
+@pytest.mark.parametrize("kind", ["ia3", "vera", "oft", "fourier", "vblora"])
+def test_a_checkpoint_is_exported_as_the_engine_does(tmp_path: Path, kind: str) -> None:
+    base("llama").save_pretrained(tmp_path / "base")  # type: ignore[operator]
+    engine = zs.from_pretrained(tmp_path / "base", trained, adapters=KINDS[kind]())
+    engine.train_step(batch(0))
+    engine.save(tmp_path / "saved", wait=True)
+    for name, asked, words in (("merged", {"merge": True}, ["--merge"]), ("adapter", {"adapters": True}, ADAPTER)):
+        engine.export(tmp_path / "live" / name, **asked)
+        main(["export", str(tmp_path / "saved"), *words, "--out", str(tmp_path / name)])
+        (live,), (stored,) = ((tmp_path / part / name).glob("*.safetensors") for part in ("live", "."))
+        wanted, found = load_file(live), load_file(stored)
+        assert wanted.keys() == found.keys()
+        assert all(torch.equal(value, found[key]) for key, value in wanted.items()), name
 
 
 @pytest.mark.parametrize("kind", OF_BASE)

@@ -19,16 +19,23 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from zeroshard.access.whole_layers import merged_parameter, with_values
+from zeroshard.access.whole_layers import (
+    aliases_of_buffers,
+    inside_of,
+    lacks_values,
+    merged_parameter,
+    prompt_group,
+    with_values,
+)
 from zeroshard.access.whole_weights import HeldBoxes, WholeWeights
 from zeroshard.checkpoint.export import CONFIG, ExportPlan, folder_of, narrowed, plan_export, texts_of
-from zeroshard.checkpoint.file_names import FAMILY, FileGroup, further_names, grouped, renamed
+from zeroshard.checkpoint.file_names import FAMILY, further_names, grouped, renamed
 from zeroshard.checkpoint.stream import Slot
 from zeroshard.errors import CheckpointWarning, PlanError
 from zeroshard.precision.cast import floating_dtype
 from zeroshard.quantized.weights import is_turned
 from zeroshard.text import format_names, shard_bytes
-from zeroshard.units.adapters import INSIDE, base_names, layers_of_adapters
+from zeroshard.units.adapters import INSIDE, base_names, layers_of_adapters, made_by_peft
 
 FACT = "adapters"  # its key among the facts of a checkpoint
 EMBEDDINGS = ("embed_tokens", "lm_head")  # as peft knows them
@@ -108,9 +115,13 @@ def plan_adapter(whole: TensorTable, model: Any, adapter: str | None) -> ExportP
     name = _adapter_of(model, adapter)
     held = {each.name: each for each in whole.table}
     empty = {n: torch.empty(each.shape, dtype=each.kept, device="meta") for n, each in held.items()}
-    tied = {further: empty[first] for further, first in {**whole.tied, **_aliases(model)}.items() if first in empty}
+    tied = {
+        further: empty[first]
+        for further, first in {**whole.tied, **aliases_of_buffers(model)}.items()
+        if first in empty
+    }
     sources = {id(tensor): n for n, tensor in empty.items()}
-    groups = [_prompt(model, name, held)] if name in getattr(model, "prompt_encoder", ()) else []
+    groups = [prompt_group(model, name, held.values())] if name in getattr(model, "prompt_encoder", ()) else []
     for key, tensor in ({} if groups else _state_dict_of_adapter(model, name, empty | tied)).items():
         if id(tensor) not in sources:
             raise PlanError(
@@ -122,39 +133,6 @@ def plan_adapter(whole: TensorTable, model: Any, adapter: str | None) -> ExportP
         groups.append(renamed(Slot(first, held[first].kept, held[first].shape), key))
     plan = plan_export(groups, 2**62, {ADAPTER_CONFIG: _config_of(model, name)}, None)
     return replace(plan, shards={WEIGHTS: plan.slots})
-
-
-def _aliases(model: nn.Module) -> dict[str, str]:
-    """For buffers with several names, each further name and the first."""
-    firsts: dict[int, str] = {}
-    every = model.named_buffers(remove_duplicate=False)
-    pairs = {name: firsts.setdefault(id(buffer), name) for name, buffer in every}
-    return {name: first for name, first in pairs.items() if name != first}
-
-
-def _prompt(model: Any, name: str, held: Mapping[str, HeldBoxes]) -> FileGroup:
-    """The embeddings of virtual tokens, which peft computes from the parameters of their encoder.
-
-    Raises:
-        PlanError: the files have more, since there are several tasks.
-    """
-    encoder, path = model.prompt_encoder[name], f"prompt_encoder.{name}."
-    if hasattr(encoder, "prefix_task_rows"):
-        raise PlanError(
-            "adapters= has no prompts of several tasks. Load the weights into a model of peft, and save that: "
-            "model.load_state_dict(engine.state_dict()), model.save_pretrained(folder)."
-        )
-
-    def convert(values: dict[str, Tensor]) -> dict[str, Tensor]:
-        whole = with_values(encoder, {key.removeprefix(path): value for key, value in values.items()})
-        apart = copy.copy(model)
-        vars(apart)["_modules"] = {**model._modules, "prompt_encoder": {name: whole}}
-        return {"prompt_embeddings": apart.get_prompt_embedding_to_save(name)}
-
-    sources = tuple(Slot(n, h.kept, h.shape) for n, h in held.items() if n.startswith(path))
-    embeddings = convert({slot.key: torch.zeros(slot.shape, dtype=slot.dtype) for slot in sources})
-    results = tuple(Slot(key, value.dtype, tuple(value.shape)) for key, value in embeddings.items())
-    return FileGroup(sources, results, convert)
 
 
 def plan_merged(whole: TensorTable, model: Any, sizes: ExportSizes) -> tuple[ExportPlan, Read]:
@@ -195,7 +173,7 @@ class _Merging:
     """
 
     def __init__(self, whole: TensorTable, model: Any, active: list[str], prefix: str, every: bool) -> None:
-        self._whole, self._active = whole, active
+        self._whole, self._model, self._active = whole, model, active
         named = base_names(model)
         if named is None or hasattr(model, "prompt_encoder"):
             raise PlanError(
@@ -277,6 +255,9 @@ class _Merging:
                 wide = torch.float32 if held.kept.is_floating_point else held.kept
                 found[name] = self._whole.read(Slot(first, wide, held.shape))
         found[parameter.removeprefix(f"{path}.")] = values
+        if lacks_values(layer, found):  # indices that peft makes, of a layer that is on another rank or in a checkpoint
+            whole = with_values(layer.get_base_layer(), inside_of(inside.removeprefix(f"{path}."), found))
+            layer = made_by_peft(self._model, path, whole, 0)
         return merged_parameter(layer, self._active, found, parameter.removeprefix(inside))
 
     def _of_adapter(self, path: str, layer: Any, adapter: str) -> dict[str, Any]:

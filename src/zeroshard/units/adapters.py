@@ -149,7 +149,7 @@ def _fill_as_peft(model: nn.Module, path: str, base: nn.Module, name: str, modul
     for value in (0, 1):
         torch.set_rng_state(state)
         try:
-            made.append(_made_by_peft(model, path, base, value).get_submodule(name))
+            made.append(made_by_peft(model, path, base, value).get_submodule(name))
         except (RuntimeError, ValueError, TypeError, AttributeError, KeyError) as error:
             raise _of_base(path, module) from error
     first, second = (dict((*each.named_parameters(), *each.named_buffers())) for each in made)
@@ -166,7 +166,7 @@ def _of_base(path: str, module: nn.Module) -> ModelError:
     )
 
 
-def _made_by_peft(model: nn.Module, path: str, base: nn.Module, value: int) -> nn.Module:
+def made_by_peft(model: nn.Module, path: str, base: nn.Module, value: int) -> nn.Module:
     """A layer of adapters around a layer of the base with one value for all elements, made by peft."""
     from peft import get_peft_model
 

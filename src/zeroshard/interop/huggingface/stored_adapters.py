@@ -28,6 +28,7 @@ from zeroshard.access.adapter_export import (
     plan_merged,
 )
 from zeroshard.access.frozen_base import Row
+from zeroshard.access.whole_layers import aliases_of_buffers
 from zeroshard.access.whole_weights import HeldBoxes
 from zeroshard.checkpoint import Reader, Slot
 from zeroshard.checkpoint.boxes import Box, BoxValues
@@ -113,7 +114,8 @@ class CheckpointWeights:
         rows: Mapping[str, Any] = reader.facts.get(QUANTISED) or {}
         self._quantised = {label: row for label, row in rows.items() if row is not None and label not in self._stored}
         state = model.state_dict(keep_vars=True)
-        self.table = [self._row(name, tuple(tensor.shape)) for name, tensor in state.items() if name not in further]
+        again = further.keys() | aliases_of_buffers(model).keys()
+        self.table = [self._row(name, tuple(tensor.shape)) for name, tensor in state.items() if name not in again]
 
     def read(self, slot: Slot) -> Tensor:
         """A whole tensor in the dtype of `slot`.
