@@ -206,25 +206,12 @@ class Plan:
                 "precision='fp16' with loss_scale='off' loses small gradients silently. Use loss_scale='dynamic', "
                 "precision='bf16', or nonfinite='skip' to say that you mean it."
             )
-        if self.ignored:
-            yield from self._ignored_refusals()
         if self.zero == 0 and self.shard_group is not None:
             yield "shard_group is for slices, and zero=0 has none. Set zero to 1, 2 or 3, or leave it out."
         if self.microbatches == 1 and not self.pipelined and self.reduce_every == "step" and self.zero >= 2:
             yield (
                 f"reduce_every='step' with microbatches=1 has no effect at zero={self.zero}; set microbatches to 2 or "
                 f"more, or leave reduce_every='auto'."
-            )
-
-    def _ignored_refusals(self) -> Iterator[str]:
-        others = {
-            f"tensor_parallel={self.tensor.ranks}": self.tensor.splits,
-            f"expert_parallel={self.experts.ranks}": self.experts.divides,
-        }
-        for setting in (setting for setting, found in others.items() if found):
-            yield (
-                f"ignored={self.ignored!r} and {setting} do not combine: an ignored parameter is whole on every rank, "
-                f"and there no rank has whole layers. Freeze these parameters instead: requires_grad_(False)."
             )
 
     def _overlap_refusals(self) -> Iterator[str]:

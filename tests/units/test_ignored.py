@@ -180,9 +180,6 @@ def test_mistakes_are_named() -> None:
         zs.Engine(build(), OTHERS, zs.Plan(ignored=("*",)))
     with pytest.raises(PlanError, match="tuple of names"):
         zs.Plan(ignored="tower")  # type: ignore[arg-type]
-    for settings in ({"tensor_parallel": 2}, {"expert_parallel": 2}):
-        with pytest.raises(PlanError, match="requires_grad_"):
-            zs.Plan(ignored=("tower",), **settings)
     model = build()
     with pytest.warns(UserWarning, match="1 parameters that the plan ignores"):
         engine = zs.Engine(model, OTHERS([*model.parameters()]), zs.Plan(ignored=("embed",)))

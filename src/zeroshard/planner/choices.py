@@ -1,10 +1,8 @@
 """A plan's choice of each technique; only here does the planner read settings of techniques from a plan."""
 
 import re
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from zeroshard.errors import PlanError
 from zeroshard.moe.choice import SharingExperts
 from zeroshard.offload.choice import Offloading
 from zeroshard.pipeline.choice import Stages
@@ -64,15 +62,6 @@ def choices_of(plan: Plan) -> Choices:
         Drawing(plan.rng == "exact"),
         Offloading(plan.offloading, sliced=plan.zero == 3),
     )
-
-
-def takes(plan: Plan, settings: Mapping[str, Any]) -> bool:
-    """Whether a plan combines with other settings; one that ignores parameters has no split layers."""
-    try:
-        plan.with_settings(settings)
-    except PlanError:
-        return not plan.ignored  # other plans are refused with the reason
-    return True
 
 
 def alike(plan: Plan) -> bool:

@@ -47,6 +47,7 @@ CASES: list[tuple[int, str, dict[str, Any]]] = [
     (2, "adamw", {"zero": 3, "ignored": ("*.up.weight", "blocks.1"), **NETWORK}),
     (2, "adamw", {"zero": 0, "ignored": ("*.up.weight", "blocks.1"), **CUT}),
     (4, "adamw", {"zero": 3, "ignored": ("*.up.weight", "blocks.1"), **CUT, **NETWORK}),
+    (2, "adamw", {"zero": 0, "tensor_parallel": 2, "ignored": ("*.up.weight", "blocks.1"), **NETWORK}),
 ]
 PEAK = {"fp32": 0.001, "bf16": 0.01}  # how far a peak may be off
 LATE = 0.005  # of several ranks, where a thread of gloo may hold an operand of a few KiB a little after its end
@@ -72,7 +73,7 @@ def shares(ranks: int, plan: dict[str, Any]) -> bool:
     return group > 1 and plan.get("transport") != "network"
 
 
-SHOWN = [CASES[number] for number in (0, 6, 10, 13, 17, 23, 29, 30, -4, -3, -2, -1)]
+SHOWN = [CASES[number] for number in (0, 6, 10, 13, 17, 23, 29, 30, -5, -4, -3, -2, -1)]
 
 
 @pytest.mark.parametrize("case", by_default(CASES, *SHOWN), ids=map(name_of, CASES))

@@ -44,6 +44,7 @@ from zeroshard.tensor.split.technique import AXIS as TENSOR
 from zeroshard.tensor.split.technique import share_operands
 from zeroshard.units.adapters import stack_adapters
 from zeroshard.units.hooks import in_place_of, listen
+from zeroshard.units.ignored import is_ignored
 
 AXIS = "experts"
 
@@ -281,13 +282,19 @@ def _replace(
         adapters: modules beside the experts that hold parts.
 
     Raises:
-        ModelError: a parameter of an expert stands outside of mixtures too.
+        ModelError: a parameter of an expert stands outside of mixtures too. PlanError: the plan ignores one.
     """
     inside = {*adapters, *(module for each in found for module in each.module.modules())}
     sites: dict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if parameter in cuts:
+                if is_ignored(parameter):
+                    raise PlanError(
+                        f"The plan ignores {f'{path}.{name}'.lstrip('.')!r}, a parameter of experts, which "
+                        f"expert_parallel keeps on one rank each. Leave it out of ignored, and freeze it with "
+                        f"requires_grad_(False) if it is not to be trained; routers and layers around may be ignored."
+                    )
                 sites[parameter].append((module, name))
                 if module not in inside:
                     raise ModelError(

@@ -16,7 +16,7 @@ from itertools import chain
 from zeroshard.doctor.hardware import Machines
 from zeroshard.memory.ledger import Category
 from zeroshard.plan import Plan
-from zeroshard.planner.choices import choices_of, takes
+from zeroshard.planner.choices import choices_of
 from zeroshard.planner.predict.estimate import MODEL_STATES
 from zeroshard.planner.predict.result import MARGIN, Prediction
 from zeroshard.planner.predict.states import Sizes, least_bytes, states_of
@@ -93,7 +93,7 @@ class Exclusions:
     def _way_out(self, plan: Plan, needed: int) -> str:
         """The smallest single change with which the states would fit."""
         every = (remedy for choice in reversed(choices_of(plan)) for remedy in choice.remedies(self.machines.count))
-        for remedy in (each for each in every if takes(plan, each.settings)):
+        for remedy in every:
             changed = (self.base if remedy.anew else plan).with_settings(remedy.settings)
             if remedy.certain or self.least_bytes(changed, remedy.ranks) <= self.room:
                 return remedy.sentence

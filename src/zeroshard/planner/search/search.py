@@ -25,7 +25,7 @@ from zeroshard.offload import choice as offload
 from zeroshard.pipeline import choice as pipeline
 from zeroshard.pipeline.partition.profile import LayerCost
 from zeroshard.plan import Plan
-from zeroshard.planner.choices import choices_of, takes
+from zeroshard.planner.choices import choices_of
 from zeroshard.planner.predict.adapters import NAMES
 from zeroshard.planner.predict.cuts import Layers, layers_of
 from zeroshard.planner.predict.estimate import Estimator
@@ -148,8 +148,7 @@ class _Search:
     def shapes(self) -> Iterator[Shape]:
         """Every split of the job over the ranks; without split layers and without stages first."""
         for number, divided in enumerate(self._divisions):
-            every = (offer for offers in OFFERS for offer in offers(divided.site))
-            for offer in (offer for offer in every if takes(self.base, offer.settings)):
+            for offer in (offer for offers in OFFERS for offer in offers(divided.site)):
                 if isinstance(offer, Offer):
                     yield self._shape(offer, divided)
                 elif not number:  # else refused for the same reason
@@ -162,8 +161,7 @@ class _Search:
         Raises:
             PlanError: the ranks that are asked for do not divide them.
         """
-        asked, every = self.base.tensor.ranks, tensor.divisions(self._site)
-        found = [divided for divided in every if takes(self.base, divided.settings)]
+        asked, found = self.base.tensor.ranks, list(tensor.divisions(self._site))
         chosen = [divided for divided in found if divided.together == asked or asked == 1]
         if not chosen:
             raise PlanError(
@@ -231,7 +229,7 @@ class _Search:
         except ZeroshardError:  # no plan works, and the search reports why
             return []
         every = (each for choice in choices_of(plan).varied for each in choice.variants(states, ranks))
-        return [plan.with_settings(each) for each in every if takes(plan, each)]
+        return list(map(plan.with_settings, every))
 
     @property
     def _fastest(self) -> float:

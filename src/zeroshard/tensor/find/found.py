@@ -233,3 +233,27 @@ def refuse_copies(found: FoundLayers, ranks: int) -> None:
                 f"unlike neighbours on each, so that the copies would drift apart. Set moments='bf16', or split layers "
                 f"over no more ranks than there are key-value heads."
             )
+
+
+def refuse_ignored(name: str, why: str) -> None:
+    """Refuse an ignored parameter that a rank would have a part of, or a part of its gradient.
+
+    Args:
+        why: "split", of a layer that is split with others; "apart", of one whose gradient is a part; else "".
+
+    Raises:
+        PlanError: with the parameter's name.
+    """
+    if why == "split":
+        raise PlanError(
+            f"The plan ignores {name!r}, and tensor_parallel splits its layer with the layers around it. Leave it out "
+            f"of ignored and freeze it with requires_grad_(False); or leave these layers whole: "
+            f"TensorParallel(..., layers={{...: 'whole'}})."
+        )
+    if why == "apart":
+        raise PlanError(
+            f"The plan ignores {name!r}, which requires a gradient and works on this rank's own positions or features, "
+            f"so that each tensor rank would make a part of its gradient. Outside of split layers gradients are whole "
+            f"under TensorParallel(..., sequence=False); or freeze it with requires_grad_(False), or leave it out of "
+            f"ignored."
+        )

@@ -15,6 +15,7 @@ from zeroshard.errors import PlanError
 from zeroshard.tensor.find.found import Style
 from zeroshard.tensor.find.layout import every
 from zeroshard.tensor.find.linear import linear_features, why_no_linear
+from zeroshard.units.ignored import is_ignored
 
 SETTING = "tensor_parallel.layers"
 NEAR = 3  # names that are offered for a pattern that matches nothing
@@ -81,6 +82,24 @@ def user_layers(model: nn.Module, styles: Sequence[tuple[str, str]]) -> dict[str
                 raise PlanError(f"{SETTING} names {path!r} twice, by {by[path]!r} and by {pattern!r}; name it once.")
             by[path], found[path] = pattern, fitting
     return found
+
+
+def with_ignored(model: nn.Module, found: Mapping[str, PlannedLayer]) -> dict[str, PlannedLayer]:
+    """The user's entries, and those of the modules whose own parameters the plan ignores: they are whole.
+
+    Raises:
+        PlanError: an entry splits one of them.
+    """
+    ignored = dict[str, PlannedLayer]()
+    for path, module in model.named_modules():
+        if any(map(is_ignored, module.parameters(recurse=False))):
+            ignored[path] = PlannedLayer(Style.WHOLE, "the plan ignores its parameters")
+            if path in found and found[path].style is not Style.WHOLE:
+                raise PlanError(
+                    f"{SETTING} gives {path!r} the style {found[path].style.value!r}, and the plan ignores its "
+                    f"parameters, which stay whole on every rank. Leave it out of layers, or out of ignored."
+                )
+    return {**found, **ignored}
 
 
 def model_layers(model: nn.Module) -> dict[str, PlannedLayer]:

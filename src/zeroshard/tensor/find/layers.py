@@ -19,7 +19,7 @@ from zeroshard.tensor.find.experts import find_experts
 from zeroshard.tensor.find.feed_forward import IN_PARTS, feed_forward_layouts
 from zeroshard.tensor.find.found import AttentionSizes, FoundLayer, FoundLayers, Style
 from zeroshard.tensor.find.groups import Group, Source, is_attention, own_groups, planned_groups
-from zeroshard.tensor.find.layer_plans import PlannedLayer, model_layers, user_layers
+from zeroshard.tensor.find.layer_plans import PlannedLayer, model_layers, user_layers, with_ignored
 from zeroshard.tensor.find.layout import CannotSplit, DoesNotDivide, SplitLayout, refusal
 from zeroshard.tensor.find.linear import class_path, linear_features, why_no_linear
 from zeroshard.tensor.find.small_run import Calls, likeness
@@ -106,7 +106,7 @@ class _Search:
 
     def found(self) -> FoundLayers:
         """The split of the whole model."""
-        user = user_layers(self._model, self._policy.styles or ())
+        user = with_ignored(self._model, user_layers(self._model, self._policy.styles or ()))
         plan = model_layers(self._model)
         known = known_vocabulary(self._modules)
         known += [path for path in self._calls.vocabulary(self._modules) if path not in known]

@@ -27,6 +27,7 @@ from zeroshard.tensor.find.found import (
     check_splits,
     pieces_of,
     refuse_copies,
+    refuse_ignored,
 )
 from zeroshard.tensor.find.layers import find
 from zeroshard.tensor.find.linear import linear_features
@@ -41,6 +42,7 @@ from zeroshard.tensor.split.sequence import SequenceBlocks, open_attention
 from zeroshard.tensor.split.vocabulary import split_embedding, split_output
 from zeroshard.units.forwards import insert, inside, replaced
 from zeroshard.units.hooks import Hook, in_place_of
+from zeroshard.units.ignored import is_ignored
 
 AXIS = "tensor"
 
@@ -155,13 +157,19 @@ class _Cutting:
             own_positions = path.startswith(tuple(inside)) and not path.startswith(tuple(whole_sequences))
             for name, parameter in list(module.named_parameters(recurse=False)):
                 dimension = dimension_of(layer, module, name)
-                if dimension is not None:
+                apart = layer.partial or own_positions or layer.style is Style.EXPERTS
+                if is_ignored(parameter):
+                    divided = "" if dimension is None else "split"
+                    refuse_ignored(
+                        f"{path}{name}".lstrip("."), divided or "apart" * (apart and parameter.requires_grad)
+                    )
+                elif dimension is not None:
                     if parameter in self.places:
                         continue  # tied, and cut with another layer
                     part = self._part(parameter, layer, dimension, name)
                     for holder, attribute in sites[parameter]:
                         holder._parameters[attribute] = part
-                elif layer.partial or own_positions or layer.style is Style.EXPERTS:
+                elif apart:
                     self.places[parameter] = Partial(AXIS)
             self._tell_sizes(module, layer)
         for attention in found.attentions:
