@@ -122,8 +122,9 @@ def _copies(source: Path | None, texts: Mapping[str, Any]) -> list[Path]:
     """The files about inputs in a folder."""
     if source is None or not source.is_dir():
         return []
+    globs = [*OF_INPUTS, "*.py"] if "auto_map" in texts.get(CONFIG, ()) else OF_INPUTS  # code that the table names
     inside = [file for file in sorted(source.iterdir()) if file.is_file() and file.name not in texts]
-    return [file for file in inside if any(fnmatch(file.name, glob) for glob in OF_INPUTS)]
+    return [file for file in inside if any(fnmatch(file.name, glob) for glob in globs)]
 
 
 def texts_of(model: nn.Module) -> dict[str, dict[str, Any] | None]:

@@ -220,6 +220,11 @@ def _refusals(file: Path) -> Iterator[None]:
         reason = str(error).partition("\n")[0].partition(". This could be")[0].rstrip(".")
         if reason.startswith("Unrecognized configuration class"):
             raise ModelError(_no_language_model(file)) from error
+        if "custom code" in reason:
+            raise ModelError(
+                f"{file} names code of its own, which is not run; import it in code of yours, whose model returns the "
+                f"loss, and give that: mine.py or mine.py:Net"
+            ) from error
         raise ModelError(
             f"transformers cannot build a causal language model from {file}: {reason}; correct the configuration, or "
             f"update transformers"

@@ -178,7 +178,7 @@ WRONG_MODELS: dict[str, tuple[Change, str]] = {
     "no configuration": (lambda path: (path / "config.json").unlink(), "has no config.json; give the folder"),
     "code in the folder": (
         configured(model_type="unheard", auto_map={"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}),
-        "contains custom code which must be executed",
+        "names code of its own, which is not run",
     ),
     "an unknown class": (configured(architectures=["Unheard"]), "names Unheard, which transformers does not have"),
     **{

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from os import PathLike
@@ -162,14 +162,7 @@ def build(folder: Path, kind: type | None, dtype: torch.dtype | str | None = Non
         raise ModelError(
             f"{folder} has no {CONFIG}; give the folder of a model that save_pretrained wrote, or a model."
         )
-    try:
-        config = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers has no base class of its errors
-        reason = str(error).partition("\n")[0].partition(". This could be")[0].rstrip(".")
-        raise ModelError(
-            f"transformers reads no configuration from {folder}: {reason}; give the folder of a model that "
-            f"save_pretrained wrote, or update transformers."
-        ) from error
+    config = _config_of(folder, kind, transformers)
     kind = _class_of(config, folder, transformers) if kind is None else kind
     make = getattr(kind, "_from_config", None) or getattr(kind, "from_config", None)
     if make is None:
@@ -198,6 +191,36 @@ def build(folder: Path, kind: type | None, dtype: torch.dtype | str | None = Non
     return built
 
 
+def _config_of(folder: Path, kind: type | None, transformers: Any) -> Any:
+    """The configuration of a folder; where transformers knows no such family, by the class of the model.
+
+    Raises:
+        ModelError: neither reads it.
+    """
+    own = getattr(kind, "config_class", None)
+    try:
+        return transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers has no base class of its errors
+        table = _table_in(folder / CONFIG)
+        if own is not None and own.model_type == table.get("model_type"):
+            return own.from_pretrained(str(folder))
+        reason = str(error).partition("\n")[0].partition(". This could be")[0].rstrip(".")
+        way = "give the folder of a model that save_pretrained wrote, or update transformers"
+        if "auto_map" in table:
+            reason = "it names code of its own, which is not run"
+            way = "import the class of the model from it and pass model=, or a model that was built on the meta device"
+        raise ModelError(f"transformers reads no configuration from {folder}: {reason}; {way}.") from error
+
+
+def _table_in(file: Path) -> dict[str, Any]:
+    """A table in a JSON file; empty if there is none."""
+    try:
+        table = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
+    return table if isinstance(table, dict) else {}
+
+
 def _dtype_of_files(folder: Path) -> torch.dtype | None:
     """The first floating-point dtype of more than 8 bits in the files of a model."""
     shards = Shards(folder, files_of(folder))
@@ -209,10 +232,18 @@ def _class_of(config: Any, folder: Path, transformers: Any) -> type:
     """The class that a configuration names."""
     names = getattr(config, "architectures", None) or []
     kind: type | None = next((found for name in names if (found := getattr(transformers, name, None))), None)
+    kind = kind or _registered(config, names, transformers)
     if kind is None:
         named = f"names {', '.join(names)}, which transformers does not have" if names else "names no class"
         raise ModelError(f"{folder / CONFIG} {named}. Pass model=, such as transformers.AutoModelForCausalLM.")
     return kind
+
+
+def _registered(config: Any, names: Sequence[str], transformers: Any) -> type | None:
+    """The class of a model among those that `AutoModel.register` and its like were called with."""
+    tables = [getattr(auto, "_model_mapping", None) for auto in vars(transformers.models.auto.modeling_auto).values()]
+    found = (getattr(table, "_extra_content", {}).get(type(config)) for table in tables)
+    return next((kind for kind in found if kind is not None and kind.__name__ in names), None)
 
 
 def _transformers(folder: Path) -> Any:
