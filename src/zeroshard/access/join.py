@@ -106,6 +106,7 @@ class Joins(Unjoined):
             when = "inside of another" if within else "after a backward whose step is still to come"
             raise PlanError(f"engine.join() was entered {when}. Put one around the whole loop, between two steps.")
         self._backward.weighs, self._own, engine._joins = True, 0, self
+        self._backward.passes.counts = False
         try:
             try:
                 yield
@@ -117,6 +118,7 @@ class Joins(Unjoined):
             self._repeat(engine)
         finally:
             self._backward.weighs, engine._joins = False, Unjoined()
+            self._backward.passes.counts = True
             self._example = None
             self._outputs.clear()
 

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from zeroshard.comm.hang_detector import PATIENCE, DeviceDetector, HangDetector
 from zeroshard.comm.mesh import Mesh, MessageGroups, part_of
 from zeroshard.comm.over_budget import over_budget_elsewhere
+from zeroshard.comm.passes import disagreement
 from zeroshard.comm.pending import Exchange, InPlace, Naming, Pending, Position, SideBySide
 from zeroshard.comm.rendezvous import SHORTEST, give_up
 from zeroshard.errors import CommError, PlanError
@@ -293,7 +294,7 @@ class Comm:
         for rank, frame in enumerate(self._all_gather(name + len(content).to_bytes(8) + head, label)):
             if frame[:LABEL_BYTES] != name:
                 theirs = frame[:LABEL_BYTES].decode(errors="replace").strip()
-                raise CommError(_disagreement(self.mesh.rank, label, rank, theirs))
+                raise disagreement((self.mesh.rank, label, self.mesh.caught), (rank, theirs, []))
             lengths.append(int.from_bytes(frame[LABEL_BYTES : LABEL_BYTES + 8]))
             heads.append(frame[LABEL_BYTES + 8 :])
         longest = max(lengths) - CONTENT_BYTES
@@ -432,7 +433,12 @@ class Comm:
 
     def _publish(self, place: Position) -> None:
         labels = {group: list(numbered) for group, numbered in self._labels.items()}
-        wait = {"place": [place.group, place.number, place.label], "started": self._started, "said": labels}
+        wait = {
+            "place": [place.group, place.number, place.label],
+            "started": self._started,
+            "said": labels,
+            "caught": self.mesh.caught,
+        }
         assert self.mesh.store is not None
         self.mesh.store.set(f"where/{self.mesh.rank}", json.dumps(wait))
 
@@ -462,7 +468,8 @@ class Comm:
             labels = dict(wait["said"].get(place.group, []))  # of all messages that it has started
             label = labels.get(place.number, theirs.label if theirs[:2] == place[:2] else place.label)
             if stuck or label != place.label:
-                raise CommError(_disagreement(rank, place.label, other, theirs.label if stuck else label))
+                label = theirs.label if stuck else label
+                raise disagreement((rank, place.label, self.mesh.caught), (other, label, wait["caught"]))
         if expired:
             others = f"rank {', '.join(map(str, silent))} is silent" if silent else "all ranks wait as well"
             raise CommError(
@@ -489,10 +496,3 @@ def _in(rank: int, group: str) -> bool:
 def _tag(label: str, session: int) -> int:
     """A message's tag, from its label: ranks that disagree wait (and get an error) instead of mixing messages."""
     return zlib.crc32(label.encode(), session) & 0x3FFFFFFF
-
-
-def _disagreement(rank: int, label: str, other: int, theirs: str) -> str:
-    return (
-        f"The ranks disagree about what comes next: rank {rank} waits for '{label}', rank {other} for '{theirs}'. "
-        "Every rank must call forward, backward and step equally often and in the same order."
-    )

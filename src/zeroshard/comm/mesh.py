@@ -67,6 +67,7 @@ class Mesh:
         heartbeat: of this rank, for its supervisor; None without one.
         platform: this machine, or a rehearsed one.
         lease: keeps the groups ([Note: leases]).
+        caught: the first error of this rank's passes after which it went on; empty without one ([Note: left passes]).
     """
 
     rank: int = 0
@@ -81,6 +82,7 @@ class Mesh:
     heartbeat: Heartbeat | None = None
     platform: Platform = REAL
     lease: Lease | None = field(default=None, repr=False, compare=False)
+    caught: list[str] = field(default_factory=list, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.ranks < 1:
@@ -338,7 +340,7 @@ def part_of(mesh: Mesh, parts: Sequence[Sequence[int]], name: str) -> Mesh:
     members = next(part for part in parts if mesh.rank in part)
     if max(map(len, parts)) == 1:
         alone = Mesh(device=mesh.device, timeout=mesh.timeout, failures=mesh.failures, heartbeat=mesh.heartbeat)
-        return replace(alone, platform=mesh.platform)
+        return replace(alone, platform=mesh.platform, caught=mesh.caught)
     if mesh.gathers is None:  # there are no process groups to make others from
         rank, platform = members.index(mesh.rank), mesh.platform.part(members)
         return Mesh(rank, len(members), mesh.device, timeout=mesh.timeout, platform=platform)
@@ -361,9 +363,8 @@ def part_of(mesh: Mesh, parts: Sequence[Sequence[int]], name: str) -> Mesh:
         gathers, reductions, control = group(None), group(None), group("gloo")
     kept = lease(f"{mesh.lease.name if mesh.lease else everyone}/{name}", (gathers, reductions, control))
     if len(members) == 1:
-        return Mesh(
-            device=mesh.device, timeout=mesh.timeout, failures=mesh.failures, heartbeat=mesh.heartbeat, lease=kept
-        )
+        alone = Mesh(device=mesh.device, timeout=mesh.timeout, failures=mesh.failures, heartbeat=mesh.heartbeat)
+        return replace(alone, lease=kept, caught=mesh.caught)
     store = PrefixStore(f"{name}/" + "-".join(map(str, members)), mesh.store)
     rank = members.index(mesh.rank)
     return Mesh(
@@ -378,6 +379,7 @@ def part_of(mesh: Mesh, parts: Sequence[Sequence[int]], name: str) -> Mesh:
         mesh.timeout,
         mesh.heartbeat,
         lease=kept,
+        caught=mesh.caught,
     )
 
 

@@ -67,7 +67,6 @@ from zeroshard.step.sequence import (
     StepOrder,
     StepResult,
     StepSequence,
-    discard_gradients_on_error,
     train_parts,
 )
 from zeroshard.step.trace import Trace, traced
@@ -388,7 +387,7 @@ class Engine(GradientAccess, JoinAccess, MethodAccess, RebuildAccess):
         self._refuse_in_gathered("train_step")
         self._joins.announce("train_step", batch)
         self._unfreeze()
-        with discard_gradients_on_error(self._discard, self.mesh):
+        with self._backward.passes.train_step(self._discard, self.mesh):
             loss = self._order.step(batch)
         return self._conclude(self._decision.last, loss)
 

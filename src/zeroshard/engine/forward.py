@@ -215,6 +215,7 @@ class Forward:
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
             self.unfreeze()
             self._backward.losses.batches.add((args, kwargs))
+            self._backward.passes.begin(self._parts.units[self._root].module.training, self._backward.losses.updates)
         if self._gatherer.passes and not self._gatherer.all_gathered:
             if torch._C._current_graph_task_id() != -1:
                 self._backward.begin()  # the whole model is being recomputed
@@ -238,6 +239,8 @@ class Forward:
         if output is None and (error := sys.exc_info()[1]) is not None:
             explain_clash(error, module, self._precision)
             explain_transform(error)
+            if torch.is_grad_enabled():
+                self._backward.passes.fail(error)
         call = self._open.pop()
         if call.hooks is not None:
             call.hooks.__exit__(None, None, None)
@@ -255,7 +258,8 @@ class Forward:
                     self._gatherer.done(unit)
                 self._visitors.clear()
                 self._gatherer.end()
-        listen(output, partial(self._backward.on_output_gradient, self._backward.losses.updates))
+        updates, number = self._backward.losses.updates, self._backward.passes.latest
+        listen(output, partial(self._backward.on_output_gradient, updates, number))
         return output
 
     def _pack(self, tensor: torch.Tensor) -> Any:

@@ -18,6 +18,7 @@ import torch
 
 from zeroshard.autograd.gradient_slot import Lent, RowGradient, goes_straight, offer_slot
 from zeroshard.comm.collectives import Comm
+from zeroshard.comm.passes import Passes
 from zeroshard.errors import PlanError
 from zeroshard.parts.gradients import Gradients
 from zeroshard.parts.part import LateUpdates, Parts
@@ -28,8 +29,6 @@ from zeroshard.zero.grad_attribute import unreadable
 from zeroshard.zero.gradients import BufferedGradients, zero_all
 
 GRACE = 0.2  # longest wait for a reduction under ZeRO 3: waiting longer could block a gather of others
-
-
 IN_FLIGHT = 1  # reductions in flight before the oldest is waited for
 
 
@@ -54,8 +53,7 @@ class Reductions:
         self._turns: list[int] | None = None  # units of the current backward that were not started, the next one last
         self._in_flight: list[int] = []  # units whose reductions were started and not finished
         self._unread: list[int] = []  # finished units that other ranks may still read
-        # Which parameters get gradients, as the steps so far have shown; None before the first.
-        self._past: list[list[bytes]] | None = None
+        self._past: list[list[bytes]] | None = None  # which parameters got gradients so far; None before the first step
         self._all = self._expected = [[b"\1" * len(g.arrived) for g in of_unit] for of_unit in gradients]
 
     def begin(self, units: Sequence[int] | None = None) -> None:
@@ -68,9 +66,10 @@ class Reductions:
 
     def launch(self, complete: Callable[[int], bool], first: int = 0) -> None:
         """Start complete units, from number `first` on, in the fixed order."""
-        while self._turns and self._turns[-1] >= first and complete(self._turns[-1]):
-            self._start(self._turns[-1])
-            self._turns.pop()
+        turns, self._turns = self._turns, None  # none are left after an error here
+        while turns and turns[-1] >= first and complete(turns[-1]):
+            self._start(turns.pop())
+        self._turns = turns
 
     def launch_rest(self, units: Sequence[int] | None = None) -> None:
         """Start the rest of these units, by default of all: their gradients are complete.
@@ -92,6 +91,8 @@ class Reductions:
 
     def end(self) -> None:
         """End the backward: finish all reductions, and free their buffers once all ranks have read them."""
+        if self._turns and len(self._turns) < len(self._order) and not self._listed:
+            self.launch_rest()  # of a backward that ended in an error, for which other ranks wait
         self.finish()
         self._release(len(self._unread))
 
@@ -126,8 +127,7 @@ class Reductions:
         """Names of the parameters that no backward reached in any step so far; None before the first step."""
         if self._past is None:
             return None
-        every = [g for gradients in self._gradients for g in gradients]
-        pairs = zip(every, (flags for unit in self._past for flags in unit), strict=True)
+        pairs = (pair for both in zip(self._gradients, self._past, strict=True) for pair in zip(*both, strict=True))
         return [e.name for g, flags in pairs for e, f in zip(g.flat.index.entries, flags, strict=True) if not f]
 
     @never_written.setter
@@ -199,7 +199,7 @@ class Backward:
         reductions: of its units, with the gradients that each expects.
         reduces: whether a backward reduces its gradients; `no_sync` turns it off.
         under_scale: whether the engine multiplied the loss of the backward under way.
-        losses: of those backwards.
+        losses: of those backwards; `passes` with and without one.
         gradients: of all units, in their fixed order.
         discards: of this rank since the ranks last agreed.
         weighs: whether losses are weighed by their counts alone, in `join`.
@@ -218,10 +218,9 @@ class Backward:
     ) -> None:
         self._gatherer, self._late, self._comm, self._needs_scale = gatherer, late, comm, needs_scale
         self._began: float | None = None  # when the backward under way began
-        self.reduces = True
+        self.reduces, self._count = True, 0
         self.under_scale = self.weighs = False
-        self._count = 0
-        self.losses = losses
+        self.losses, self.passes = losses, Passes(comm.mesh)
         self.discards: list[str] = []
         self._gradients: list[list[BufferedGradients]] = []
         self.gradients: list[BufferedGradients] = []
@@ -259,14 +258,14 @@ class Backward:
         self.forget_interrupted()
         self.under_scale = True
         try:
-            with Within(penalty_weight=weight):
+            with Within(penalty_weight=weight), self.passes.remembering():
                 yield
         finally:
             self.under_scale = False
             self.forget_interrupted()
 
-    def on_output_gradient(self, updates: int, gradient: torch.Tensor) -> None:
-        """Begin a backward at the gradient of a model output; `updates` is their number at its forward.
+    def on_output_gradient(self, updates: int, number: int, gradient: torch.Tensor) -> None:
+        """Begin a backward at the gradient of an output of forward `number`; `updates` is their number then.
 
         Raises:
             PlanError: the weights were updated since.
@@ -278,6 +277,7 @@ class Backward:
                 f"engine.step(), or the model again after it."
             )
         self.begin()
+        self.passes.reach(number)
         self._gatherer.need(len(self._gradients) - 1)
 
     def begin(self) -> None:
@@ -351,6 +351,7 @@ class Backward:
         """Clean up after a backward that ended in an exception."""
         if self._began is not None and torch._C._current_graph_task_id() == -1:
             self._began = None
+            self.passes.interrupt()
             self._gatherer.abandon()
 
     def listen(self, gradients: Gradients, parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -379,8 +380,7 @@ class Backward:
         if gradients.reduction.in_flight:
             self.reductions.finish()
         gradients.receive(number, gradient)
-        # Asked in any case, so that sums round alike over all transports.
-        everything = self.reductions.everything_came(unit)
+        everything = self.reductions.everything_came(unit)  # in any case, so that sums round alike over all transports
         if everything and self._only_trainable[unit]:
             self._gatherer.done(unit)
         self._launch()
@@ -400,13 +400,13 @@ class Backward:
     def _end(self) -> None:
         """End the backward: reduce the remaining units, free the gathered ones."""
         self._gatherer.free_all()
-        for gradients in self.gradients:
-            if gradients.first_small:  # else they lie in the buffer already
-                gradients.collect()
+        for gradients in (g for g in self.gradients if g.first_small):  # others lie in the buffer already
+            gradients.collect()
         if self.reduces:
             self.reductions.launch_rest()
         self._gatherer.end()
         self.reductions.end()
+        self.passes.end()
         self._late.background.note("backward", self._began or 0.0)
         self._began = None
 

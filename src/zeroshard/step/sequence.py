@@ -7,8 +7,7 @@ the step.
 
 import math
 import struct
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import Any, Protocol
@@ -16,9 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from zeroshard.comm.collectives import Comm
-from zeroshard.comm.mesh import Mesh
-from zeroshard.comm.over_budget import announce_over_budget
-from zeroshard.errors import BatchError, BudgetExceeded, CommError, NonFiniteError, PlanError
+from zeroshard.errors import BatchError, BudgetExceeded, NonFiniteError, PlanError
 from zeroshard.optim import SpanOptimizer
 from zeroshard.parts.axes import Axes
 from zeroshard.parts.gradients import edit_sum
@@ -43,21 +40,6 @@ from zeroshard.units import wide_norm
 from zeroshard.zero.reduce import average
 
 Run = Callable[[Any], Any]  # runs the model on a microbatch, down to the loss
-
-
-@contextmanager
-def discard_gradients_on_error(discard: Callable[[], None], mesh: Mesh) -> Iterator[None]:
-    """Drop the step's gradients if it raises; not after a lost connection, which ends training."""
-    try:
-        yield
-    except CommError:
-        raise
-    except Exception as error:
-        if isinstance(error, BudgetExceeded):
-            announce_over_budget(mesh, error)
-        with suppress(CommError):  # ranks that this one waits for may have met another error
-            discard()
-        raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -441,12 +423,16 @@ class StepSequence:
         settings = self._settings.checksum(groups) if self._axes.alike.mesh.ranks > 1 else 0
         written = b"".join(map(written_flags, self.backward.gradients))
         losses = self.losses.report
-        batches = self.losses.batches
-        digests = *self._axes.digests, *batches.read()
+        batches, passes, axes = self.losses.batches, self.backward.passes, self._axes.digests
+        digests = *axes, passes.left, *batches.read()
         mine = Answer(step, digests, settings, squares, self._finite, losses, unreduced, written)
         label = f"agreement on step {step}" + (f", {wanted}" if wanted else "")
         frames = self._axes.alike.agree(mine.pack(units), label)
         answers = [Answer.unpack(frame, units, len(mine.digests)) for frame in frames]
+        unlike = passes.check([answer.digests[len(axes)] for answer in answers], self._axes.alike, step)
+        if unlike is not None:
+            self.consume()
+            raise unlike
         check_same_step(answers, self._axes.new_groups, self._axes.alike, self.backward.discards)
         batches.check([answer.digests[-1] for answer in answers], step)
         if len({answer.settings for answer in answers}) > 1:

@@ -19,11 +19,13 @@ have numbers of their own, which say nothing about the graph around it.
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import starmap
 from typing import NamedTuple
 
 import torch
 
 from zeroshard.comm.collectives import Comm, Purpose
+from zeroshard.comm.passes import went_on
 from zeroshard.errors import CommError
 from zeroshard.parts.weights import Gatherer, PassKind, Residence, Weights
 from zeroshard.schedule import Schedule, with_gathers
@@ -364,11 +366,12 @@ class ByPass(Gatherer):
 
     def _check_alike(self, mine: Announce, everyone: Sequence[Announce]) -> None:
         for rank, theirs in enumerate(everyone):
-            if theirs != mine:
+            if theirs != mine:  # here and on every other rank
+                told = self._comm.agree_on(self._comm.mesh.caught, "errors of passes")
                 raise CommError(
                     f"The ranks disagree about what comes next: rank {self._comm.mesh.rank} begins pass '{mine}', rank "
                     f"{rank} pass '{theirs}'. Every rank must call forward and backward equally often and in the same "
-                    f"order."
+                    f"order.{''.join(starmap(went_on, enumerate(told)))}"
                 )
 
     def _gather_unplanned(self, wanted: Announce, keep: bool) -> None:
