@@ -101,7 +101,7 @@ def swallow(mesh: zs.Mesh, names: list[str], place: str) -> list[tuple[str, int]
 
 
 # By the place of the error: plans, words of the message, and whether it names the error.
-WAY_OUT = "let all ranks leave the same batch"
+WAY_OUT = "let all ranks call engine.discard_batch() for the same batch"
 CASES: dict[str, tuple[list[str], str, bool]] = {
     "forward": ([name for name in PLANS if name != "3-network"], WAY_OUT, True),
     "between": (["0-network", "2-shared"], WAY_OUT, False),
@@ -166,6 +166,16 @@ def leaves_together(engine: zs.Engine, step: int, rank: int) -> None:
     train(engine, step, rank)
 
 
+def discards_together(engine: zs.Engine, step: int, rank: int) -> None:
+    """An error before one rank's forward, where the other has made several and has gradients."""
+    with engine.no_sync():
+        engine.backward(engine(data(step, rank, 5), "ab"))
+    for _ in range(0 if rank == step else 2):
+        engine(data(step, rank, 6), "ab")
+    engine.discard_batch()
+    train(engine, step, rank)
+
+
 def several_forwards(engine: zs.Engine, step: int, rank: int) -> None:
     """Two forwards and one backward, an output that trains nothing, and a local backward."""
     x = data(step, rank, 0)
@@ -199,7 +209,7 @@ def joined(engine: zs.Engine, step: int, rank: int) -> None:
 
 LOOPS: dict[str, Callable[[zs.Engine, int, int], None]] = {
     function.__name__: function
-    for function in (evaluates, leaves_together, several_forwards, without_an_output, joined)
+    for function in (evaluates, leaves_together, discards_together, several_forwards, without_an_output, joined)
 }
 STEPS = 3
 
@@ -250,6 +260,33 @@ def meet_again(mesh: zs.Mesh) -> tuple[list[str], dict[str, Tensor]]:
         except zs.CommError as error:
             log.append(str(error))
     return log, copy_of(engine.state_dict())
+
+
+def discards_alone(mesh: zs.Mesh) -> tuple[list[str], int]:
+    """One rank discards a batch by itself, and then both a batch after the error of the step."""
+    engine = zs.Engine(branches(), MAKERS["momentum"], zs.Plan(zero=1), mesh=mesh)
+    log = []
+    for number in range(3 + mesh.rank):
+        if number == mesh.rank == 1:
+            engine.discard_batch()
+            log.append("discarded")
+            continue
+        try:
+            train(engine, number, mesh.rank)
+            log.append("step")
+        except zs.CommError as error:
+            log.append(str(error).partition("which")[0])
+            if mesh.rank == 0:
+                engine.discard_batch()
+    return log, engine.steps
+
+
+def test_a_batch_that_one_rank_discards_is_missed(pool: Pool) -> None:
+    (one, *steps), (other, *others) = pool.run(discards_alone, 2)
+    told = "The ranks are at unlike batches: rank 1 left 1 pass without a whole backward, "
+    assert one == ["step", told, "step"]
+    assert other == ["step", "discarded", told, "step"]
+    assert steps == others == [2]
 
 
 def test_ranks_that_left_equally_many_batches_go_on(pool: Pool) -> None:

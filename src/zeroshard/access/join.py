@@ -106,7 +106,7 @@ class Joins(Unjoined):
             when = "inside of another" if within else "after a backward whose step is still to come"
             raise PlanError(f"engine.join() was entered {when}. Put one around the whole loop, between two steps.")
         self._backward.weighs, self._own, engine._joins = True, 0, self
-        self._backward.passes.counts = False
+        self._backward.losses.passes.counts = False
         try:
             try:
                 yield
@@ -118,7 +118,7 @@ class Joins(Unjoined):
             self._repeat(engine)
         finally:
             self._backward.weighs, engine._joins = False, Unjoined()
-            self._backward.passes.counts = True
+            self._backward.losses.passes.counts = True
             self._example = None
             self._outputs.clear()
 
@@ -260,10 +260,21 @@ class Joins(Unjoined):
 
 
 class JoinAccess:
-    """The method of an engine for uneven numbers of batches."""
+    """The methods of an engine for batches that some ranks do not have, or cannot compute."""
 
     _joins: Unjoined = Unjoined()  # a `Joins` inside of the context
     _join: Joins
+    _backward: Backward
+    _discard: Callable[[], None]
+
+    def discard_batch(self) -> None:
+        """Discard a batch that a rank cannot compute: its gradients, and forwards without a backward.
+
+        Every rank calls it for the same batch, which the next step checks; the ranks tell each other of an error before
+        the backward. `zero_grad` discards gradients alone.
+        """
+        self._discard()
+        self._backward.losses.passes.leave()
 
     def join(self) -> AbstractContextManager[None]:
         """Inside, ranks may have unlike numbers of batches, none too; a collective call when it begins and ends.

@@ -4,7 +4,8 @@
 others from then on, and each step would sum gradients of unlike batches. So each rank counts the forwards for training
 whose outputs never got a gradient, and the backwards that ended in an error; the agreement on a step compares the
 counts, in a message that is sent anyway. They are never reset: ranks that leave equally many passes are at the same
-batch again. Forwards without gradients do not count, nor those in evaluation mode, unless the model is trained in it.
+batch again, as do all that discard one together. Forwards without gradients do not count, nor those in evaluation mode,
+unless the model is trained in it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,16 +27,19 @@ class Agreeing(Protocol):
         """Every rank's value."""
 
 
-class Passes:
+class LeftPasses:
     """The forwards of one engine for training, and their backwards.
+
+    Args:
+        caught: the list of the mesh, for the first error since the ranks last agreed.
 
     Attributes:
         counts: whether passes count; not inside of `join`, where ranks agree on each call.
     """
 
-    def __init__(self, mesh: Mesh) -> None:
-        self._caught, self.counts = mesh.caught, True
-        self._left, self._updates = 0, 0
+    def __init__(self, caught: list[str]) -> None:
+        self._caught, self.counts = caught, True
+        self._left, self._agreed, self._updates = 0, 0, 0
         self._open: dict[
             int, bool
         ] = {}  # forwards since the last update without a gradient, and whether in training mode
@@ -77,13 +81,19 @@ class Passes:
             self._evaluated |= not self._open.popitem()[1]
         self._reached = False
 
+    def leave(self) -> None:
+        """Count one, however many passes were begun since the ranks last agreed."""
+        if self.counts:
+            self._agreed += 1
+            self._close(self._agreed, self._updates)
+
     def interrupt(self) -> None:
         """Count a backward that ended in an error; its forward counts already if it did not come so far."""
         self._left += self.counts and (self._reached or not self._open)
         self._reached = False
 
     def fail(self, error: BaseException) -> None:
-        """Remember an error of this rank's own, for the other ranks to be told."""
+        """Remember an error of this rank's own, for the errors of the other ranks."""
         if not isinstance(error, CommError) and not self._caught:
             self._caught.append(f"{type(error).__name__}: {error}".partition("\n")[0][:SHOWN])
 
@@ -120,6 +130,7 @@ class Passes:
             counts: of all ranks; the same on each.
         """
         if len(set(counts)) == 1:
+            self._agreed = counts[0]
             self._caught.clear()
             return None
         told = comm.agree_on(self._caught, "errors of passes")
@@ -130,8 +141,8 @@ class Passes:
         return CommError(
             f"The ranks are at unlike batches: {'; '.join(texts)}{more}, which rank {counts.index(least)} did not. "
             f"Step {step + 1} was not taken, and its gradients are gone. Let errors end the job, or let all ranks "
-            f"leave the same batch: before engine.backward() exchange by torch.distributed.all_reduce() whether a "
-            f"rank failed. Forwards that train nothing belong under torch.no_grad()."
+            f"call engine.discard_batch() for the same batch, when torch.distributed.all_reduce() before "
+            f"engine.backward() says that one failed. Forwards that train nothing belong under torch.no_grad()."
         )
 
     def _close(self, left: int, updates: int) -> None:

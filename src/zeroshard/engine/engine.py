@@ -158,7 +158,7 @@ class Engine(GradientAccess, JoinAccess, MethodAccess, RebuildAccess):
         self.world, self.comm = self._axes.world, self._axes.dense.slices.comm
         tied, members = tied_names(model), members_of(optimizer, model)
         # Materialise: flats with their weights, gradients and updaters.
-        losses = StepLosses(self.plan.nonfinite == "skip")
+        losses = StepLosses(self.plan.nonfinite == "skip", self.mesh.caught)
         progress = StepReadings(lambda: self.steps, lambda: losses.likely(self.loss_scale))
         self._builder = Builder(model, self.plan, self._axes, self.ledger, self._stage, progress)
         self._assembly = self._builder.build(optimizer, initialise, techniques)
@@ -387,7 +387,7 @@ class Engine(GradientAccess, JoinAccess, MethodAccess, RebuildAccess):
         self._refuse_in_gathered("train_step")
         self._joins.announce("train_step", batch)
         self._unfreeze()
-        with self._backward.passes.train_step(self._discard, self.mesh):
+        with self._backward.losses.passes.train_step(self._discard, self.mesh):
             loss = self._order.step(batch)
         return self._conclude(self._decision.last, loss)
 

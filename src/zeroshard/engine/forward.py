@@ -214,8 +214,9 @@ class Forward:
             self.writes.reconcile()
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
             self.unfreeze()
-            self._backward.losses.batches.add((args, kwargs))
-            self._backward.passes.begin(self._parts.units[self._root].module.training, self._backward.losses.updates)
+            losses, model = self._backward.losses, self._parts.units[self._root].module
+            losses.batches.add((args, kwargs))
+            losses.passes.begin(model.training, losses.updates)
         if self._gatherer.passes and not self._gatherer.all_gathered:
             if torch._C._current_graph_task_id() != -1:
                 self._backward.begin()  # the whole model is being recomputed
@@ -240,7 +241,7 @@ class Forward:
             explain_clash(error, module, self._precision)
             explain_transform(error)
             if torch.is_grad_enabled():
-                self._backward.passes.fail(error)
+                self._backward.losses.passes.fail(error)
         call = self._open.pop()
         if call.hooks is not None:
             call.hooks.__exit__(None, None, None)
@@ -258,7 +259,7 @@ class Forward:
                     self._gatherer.done(unit)
                 self._visitors.clear()
                 self._gatherer.end()
-        updates, number = self._backward.losses.updates, self._backward.passes.latest
+        updates, number = self._backward.losses.updates, self._backward.losses.passes.latest
         listen(output, partial(self._backward.on_output_gradient, updates, number))
         return output
 

@@ -18,7 +18,6 @@ import torch
 
 from zeroshard.autograd.gradient_slot import Lent, RowGradient, goes_straight, offer_slot
 from zeroshard.comm.collectives import Comm
-from zeroshard.comm.passes import Passes
 from zeroshard.errors import PlanError
 from zeroshard.parts.gradients import Gradients
 from zeroshard.parts.part import LateUpdates, Parts
@@ -199,7 +198,7 @@ class Backward:
         reductions: of its units, with the gradients that each expects.
         reduces: whether a backward reduces its gradients; `no_sync` turns it off.
         under_scale: whether the engine multiplied the loss of the backward under way.
-        losses: of those backwards; `passes` with and without one.
+        losses: of those backwards.
         gradients: of all units, in their fixed order.
         discards: of this rank since the ranks last agreed.
         weighs: whether losses are weighed by their counts alone, in `join`.
@@ -220,7 +219,7 @@ class Backward:
         self._began: float | None = None  # when the backward under way began
         self.reduces, self._count = True, 0
         self.under_scale = self.weighs = False
-        self.losses, self.passes = losses, Passes(comm.mesh)
+        self.losses = losses
         self.discards: list[str] = []
         self._gradients: list[list[BufferedGradients]] = []
         self.gradients: list[BufferedGradients] = []
@@ -258,7 +257,7 @@ class Backward:
         self.forget_interrupted()
         self.under_scale = True
         try:
-            with Within(penalty_weight=weight), self.passes.remembering():
+            with Within(penalty_weight=weight), self.losses.passes.remembering():
                 yield
         finally:
             self.under_scale = False
@@ -277,7 +276,7 @@ class Backward:
                 f"engine.step(), or the model again after it."
             )
         self.begin()
-        self.passes.reach(number)
+        self.losses.passes.reach(number)
         self._gatherer.need(len(self._gradients) - 1)
 
     def begin(self) -> None:
@@ -351,7 +350,7 @@ class Backward:
         """Clean up after a backward that ended in an exception."""
         if self._began is not None and torch._C._current_graph_task_id() == -1:
             self._began = None
-            self.passes.interrupt()
+            self.losses.passes.interrupt()
             self._gatherer.abandon()
 
     def listen(self, gradients: Gradients, parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -406,7 +405,7 @@ class Backward:
             self.reductions.launch_rest()
         self._gatherer.end()
         self.reductions.end()
-        self.passes.end()
+        self.losses.passes.end()
         self._late.background.note("backward", self._began or 0.0)
         self._began = None
 

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from zeroshard.comm.passes import LeftPasses
 from zeroshard.errors import BatchError
 from zeroshard.step.context import context
 from zeroshard.units.hooks import tensors_of
@@ -126,6 +127,7 @@ class StepLosses:
 
     Args:
         skips: whether a step without any token is skipped; otherwise its gradient is 0, and so is its loss.
+        caught: the list of the mesh.
 
     Attributes:
         values: of those backwards, unscaled, as far as they are on this rank.
@@ -136,10 +138,11 @@ class StepLosses:
         gain: the factor on the reduced gradients of the last step that makes them those of the mean.
         batches: of the forwards, to be compared between ranks that work on the same data.
         updates: of the weights so far, for a forward and its backward to compare.
+        passes: that this rank left, to be compared between all ranks.
     """
 
-    def __init__(self, skips: bool = False) -> None:
-        self._skips = skips
+    def __init__(self, skips: bool = False, caught: list[str] | None = None) -> None:
+        self._skips, self.passes = skips, LeftPasses([] if caught is None else caught)
         self.updates = 0
         self.values: list[Tensor] = []
         self._counts: list[float | Tensor] = []

@@ -423,7 +423,7 @@ class StepSequence:
         settings = self._settings.checksum(groups) if self._axes.alike.mesh.ranks > 1 else 0
         written = b"".join(map(written_flags, self.backward.gradients))
         losses = self.losses.report
-        batches, passes, axes = self.losses.batches, self.backward.passes, self._axes.digests
+        batches, passes, axes = self.losses.batches, self.losses.passes, self._axes.digests
         digests = *axes, passes.left, *batches.read()
         mine = Answer(step, digests, settings, squares, self._finite, losses, unreduced, written)
         label = f"agreement on step {step}" + (f", {wanted}" if wanted else "")
