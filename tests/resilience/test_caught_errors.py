@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -287,6 +288,27 @@ def test_a_batch_that_one_rank_discards_is_missed(pool: Pool) -> None:
     assert one == ["step", told, "step"]
     assert other == ["step", "discarded", told, "step"]
     assert steps == others == [2]
+
+
+def loads(mesh: zs.Mesh, folder: str) -> tuple[bool, int]:
+    """One rank leaves a batch; after the error both load the checkpoint before it."""
+    engine = zs.Engine(branches(), MAKERS["momentum"], zs.Plan(zero=2), mesh=mesh)
+    train(engine, 0, mesh.rank)
+    engine.save(folder, wait=True)
+    if mesh.rank:
+        engine(data(1, mesh.rank, 0), "ab")
+    refused = False
+    try:
+        train(engine, 1, mesh.rank)
+    except zs.CommError as error:
+        refused = "unlike batches" in str(error)
+    engine.load(folder)
+    train(engine, 1, mesh.rank)
+    return refused, engine.steps
+
+
+def test_ranks_that_load_a_checkpoint_go_on(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(loads, 2, str(tmp_path / "checkpoint")) == [(True, 2)] * 2
 
 
 def test_ranks_that_left_equally_many_batches_go_on(pool: Pool) -> None:

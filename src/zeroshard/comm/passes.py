@@ -40,9 +40,7 @@ class LeftPasses:
     def __init__(self, caught: list[str]) -> None:
         self._caught, self.counts = caught, True
         self._left, self._agreed, self._updates = 0, 0, 0
-        self._open: dict[
-            int, bool
-        ] = {}  # forwards since the last update without a gradient, and whether in training mode
+        self._open: dict[int, bool] = {}  # forwards without a gradient since the last update: whether in training mode
         self._latest = 0
         self._evaluated = self._reached = False  # whether backwards come through forwards in evaluation mode; this one
 
@@ -87,6 +85,12 @@ class LeftPasses:
             self._agreed += 1
             self._close(self._agreed, self._updates)
 
+    def restart(self) -> None:
+        """Count from 0 on all ranks, which go on from one checkpoint."""
+        self._agreed = 0
+        self._close(0, self._updates)
+        self._caught.clear()
+
     def interrupt(self) -> None:
         """Count a backward that ended in an error; its forward counts already if it did not come so far."""
         self._left += self.counts and (self._reached or not self._open)
@@ -116,11 +120,13 @@ class LeftPasses:
             if isinstance(error, BudgetExceeded) and not isinstance(error, CommError):
                 announce_over_budget(world, error)
             self.fail(error)
-            if not isinstance(error, CommError):
-                with suppress(CommError):  # ranks that this one waits for may have met another error
-                    discard()
-            if self.counts:
-                self._close(before + 1, self._updates)
+            try:
+                if not isinstance(error, CommError):
+                    with suppress(CommError):  # ranks that this one waits for may have met another error
+                        discard()
+            finally:
+                if self.counts:
+                    self._close(before + 1, self._updates)
             raise
 
     def check(self, counts: Sequence[int], comm: Agreeing, step: int) -> CommError | None:

@@ -589,6 +589,7 @@ class Engine(GradientAccess, JoinAccess, MethodAccess, RebuildAccess):
         check_settings(self.world, self.optimizer.param_groups)  # waits, since other ranks may still read shared memory
         facts = self._state.load(Path(path))
         self._take_over()
+        self._backward.losses.passes.restart()
         self._backward.reductions.never_written = facts["never_written"]
         self.steps, self.skipped = facts["step"], facts["skipped"]
         if self._decision.scaler and facts["loss_scale"]:

@@ -91,6 +91,8 @@ class Reductions:
     def end(self) -> None:
         """End the backward: finish all reductions, and free their buffers once all ranks have read them."""
         if self._turns and len(self._turns) < len(self._order) and not self._listed:
+            for gradients in (each for of_unit in self._gradients for each in of_unit):
+                gradients.buffer.begin()
             self.launch_rest()  # of a backward that ended in an error, for which other ranks wait
         self.finish()
         self._release(len(self._unread))
@@ -177,14 +179,13 @@ class Reductions:
         del self._unread[:count]
 
     def _came(self, unit: int, wanted: Sequence[bytes]) -> bool:
-        of_unit = self._gradients[unit]
-        for gradients, flags in zip(of_unit, wanted, strict=True):
+        for gradients, flags in zip(self._gradients[unit], wanted, strict=True):
             big, arrived = gradients.first_small, gradients.arrived
             if big and not _covers(arrived[:big], flags[:big]):
                 return False
             if len(gradients.shown.fresh) < flags.count(1, big) - arrived.count(1, big):
                 return False  # small ones are collected at once
-        for gradients, flags in zip(of_unit, wanted, strict=True):
+        for gradients, flags in zip(self._gradients[unit], wanted, strict=True):
             gradients.collect()
             if not _covers(gradients.arrived, flags):
                 return False
