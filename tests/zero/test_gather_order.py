@@ -280,5 +280,7 @@ def test_a_unit_that_this_rank_wants_alone_comes_after_the_rest_of_the_list() ->
 def test_ranks_that_begin_different_passes_are_named() -> None:
     rank = Rank(0)
     rank.comm.agree = lambda mine, label: [mine, b"evaluation 1".ljust(32)]
-    with pytest.raises(CommError, match="rank 0 begins pass 'forward 1', rank 1 pass 'evaluation 1'"):
+    rank.comm.records = [[], ["ValueError: bad"]]  # errors after which the ranks went on
+    with pytest.raises(CommError, match="rank 0 begins pass 'forward 1', rank 1 pass 'evaluation 1'") as told:
         rank.gatherer.begin(PassKind.FORWARD)
+    assert str(told.value).endswith("Rank 1 had gone on after an error in a pass (ValueError: bad).")
