@@ -24,10 +24,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zeroshard.comm.disagreement import disagreement
 from zeroshard.comm.hang_detector import PATIENCE, DeviceDetector, HangDetector
 from zeroshard.comm.mesh import Mesh, MessageGroups, part_of
 from zeroshard.comm.over_budget import over_budget_elsewhere
-from zeroshard.comm.passes import disagreement
 from zeroshard.comm.pending import Exchange, InPlace, Naming, Pending, Position, SideBySide
 from zeroshard.comm.rendezvous import SHORTEST, give_up
 from zeroshard.errors import CommError, PlanError

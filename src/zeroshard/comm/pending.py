@@ -1,16 +1,27 @@
-"""Collectives in flight, which end with a watched wait."""
+"""Collectives in flight, which end with a watched wait; and passes that a rank left without ending them.
+
+[Note: left passes] A loop that catches errors (`except Exception: continue`) on one rank alone is a batch ahead of the
+others from then on, and each step would sum gradients of unlike batches. So each rank counts the forwards for training
+whose outputs never got a gradient, and the backwards that ended in an error; the agreement on a step compares the
+counts, in a message that is sent anyway. A step does not reset them: ranks that left equally many passes are at the
+same batch again, as after `discard_batch` on all. Forwards without gradients do not count, nor those in evaluation
+mode, unless the model is trained in it.
+"""
 
 import time
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
+from zeroshard.comm.disagreement import at_unlike_batches
 from zeroshard.comm.mesh import Mesh
+from zeroshard.comm.over_budget import announce_over_budget
 from zeroshard.comm.process_groups import ABANDONED
-from zeroshard.errors import CommError
+from zeroshard.errors import BudgetExceeded, CommError
 from zeroshard.memory.ledger import Arena
 from zeroshard.platform import ranges
 from zeroshard.platform.shared_memory import Signal
@@ -255,3 +266,133 @@ def _sum(
         mean.mul_(1.0 / divisor)
         if scratch is not None:
             part.add_(mean) if add else part.copy_(mean)
+
+
+SHOWN = 300  # letters of an error
+
+
+class Agreeing(Protocol):
+    """The method of `Comm` that a comparison calls."""
+
+    def agree_on(self, value: list[str], label: str) -> list[list[str]]:
+        """Every rank's value."""
+
+
+class LeftPasses:
+    """The forwards of one engine for training, and their backwards.
+
+    Args:
+        caught: the list of the mesh, for the first error since the ranks last agreed.
+
+    Attributes:
+        counts: whether passes count; not inside of `join`, where ranks agree on each call.
+    """
+
+    def __init__(self, caught: list[str]) -> None:
+        self._caught, self.counts = caught, True
+        self._left, self._agreed, self._updates = 0, 0, 0
+        self._open: dict[int, bool] = {}  # forwards without a gradient since the last update: whether in training mode
+        self._latest = 0
+        self._evaluated = self._reached = False  # whether backwards come through forwards in evaluation mode; this one
+
+    @property
+    def left(self) -> int:
+        """How many passes this rank has left so far, in 32 bits."""
+        return (self._left + sum(mode or self._evaluated for mode in self._open.values())) % 2**32
+
+    @property
+    def latest(self) -> int:
+        """The number of the latest forward."""
+        return self._latest
+
+    def begin(self, mode: bool, updates: int) -> None:
+        """Begin a forward for training.
+
+        Args:
+            mode: whether the model is in training mode.
+            updates: of the weights so far; an earlier forward has no backward after one.
+        """
+        if self.counts:
+            if updates != self._updates:
+                self._close(self.left, updates)
+            self._latest += 1
+            self._open[self._latest] = mode
+
+    def reach(self, number: int) -> None:
+        """Note that the backward under way comes through this forward."""
+        if self.counts:
+            self._reached = True
+            self._evaluated |= not self._open.pop(number, True)
+
+    def end(self) -> None:
+        """End a backward; one through no output, of a loss on inner activations or on none, is that of the latest."""
+        if self.counts and not self._reached and self._open:
+            self._evaluated |= not self._open.popitem()[1]
+        self._reached = False
+
+    def leave(self) -> None:
+        """Count one, however many passes were begun since the ranks last agreed."""
+        if self.counts:
+            self._agreed += 1
+            self._close(self._agreed, self._updates)
+
+    def restart(self) -> None:
+        """Count from 0 on all ranks, which go on from one checkpoint."""
+        self._agreed = 0
+        self._close(0, self._updates)
+        self._caught.clear()
+
+    def interrupt(self) -> None:
+        """Count a backward that ended in an error; its forward counts already if it did not come so far."""
+        self._left += self.counts and (self._reached or not self._open)
+        self._reached = False
+
+    def fail(self, error: BaseException) -> None:
+        """Remember an error of this rank's own, for the errors of the other ranks."""
+        if not isinstance(error, CommError) and not self._caught:
+            self._caught.append(f"{type(error).__name__}: {error}".partition("\n")[0][:SHOWN])
+
+    @contextmanager
+    def remembering(self) -> Iterator[None]:
+        """Remember an error inside."""
+        try:
+            yield
+        except Exception as error:
+            self.fail(error)
+            raise
+
+    @contextmanager
+    def train_step(self, discard: Callable[[], None], world: Mesh) -> Iterator[None]:
+        """Count a step that raises, and drop its gradients, unless a connection broke, which ends training."""
+        before = self.left
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, BudgetExceeded) and not isinstance(error, CommError):
+                announce_over_budget(world, error)
+            self.fail(error)
+            try:
+                if not isinstance(error, CommError):
+                    with suppress(CommError):  # ranks that this one waits for may have met another error
+                        discard()
+            finally:
+                if self.counts:
+                    self._close(before + 1, self._updates)
+            raise
+
+    def check(self, counts: Sequence[int], comm: Agreeing, step: int) -> CommError | None:
+        """The error of ranks that left unlike numbers of passes, which each of them raises; None without.
+
+        Args:
+            counts: of all ranks; the same on each.
+        """
+        if len(set(counts)) == 1:
+            self._agreed = counts[0]
+            self._caught.clear()
+            return None
+        return at_unlike_batches(counts, comm.agree_on(self._caught, "errors of passes"), step)
+
+    def _close(self, left: int, updates: int) -> None:
+        """Count the open forwards for good."""
+        self._left, self._updates = left, updates
+        self._open.clear()

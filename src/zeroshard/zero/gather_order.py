@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 
 from zeroshard.comm.collectives import Comm, Purpose
-from zeroshard.comm.passes import went_on
+from zeroshard.comm.disagreement import went_on
 from zeroshard.errors import CommError
 from zeroshard.parts.weights import Gatherer, PassKind, Residence, Weights
 from zeroshard.schedule import Schedule, with_gathers

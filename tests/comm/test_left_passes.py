@@ -2,8 +2,9 @@
 
 import pytest
 
+from zeroshard.comm.disagreement import disagreement
 from zeroshard.comm.mesh import Mesh
-from zeroshard.comm.passes import SHOWN, LeftPasses, disagreement
+from zeroshard.comm.pending import SHOWN, LeftPasses
 from zeroshard.errors import CommError
 
 
