@@ -22,15 +22,15 @@ def went_on(rank: int, caught: Sequence[str]) -> str:
     return "".join(f" Rank {rank} had gone on after an error in a pass ({text})." for text in caught)
 
 
-def at_unlike_batches(counts: Sequence[int], told: Sequence[Sequence[str]], step: int) -> CommError:
+def at_unlike_batches(counts: Sequence[int], errors: Sequence[Sequence[str]], step: int) -> CommError:
     """The error of ranks that left unlike numbers of passes ([Note: left passes]).
 
     Args:
-        counts: of all ranks; `told` are the errors after which they went on.
+        counts: of all ranks; `errors` are those after which they went on.
     """
     least = min(counts)
     ahead = [rank for rank, count in enumerate(counts) if count > least]
-    texts = [f"rank {rank} left {_number(counts[rank] - least)}{_after(told[rank])}" for rank in ahead[:MOST]]
+    texts = [f"rank {rank} left {_number(counts[rank] - least)}{_after(errors[rank])}" for rank in ahead[:MOST]]
     more = f", and ranks {', '.join(map(str, ahead[MOST:]))} did so too" if ahead[MOST:] else ""
     return CommError(
         f"The ranks are at unlike batches: {'; '.join(texts)}{more}, which rank {counts.index(least)} did not. "

@@ -367,11 +367,11 @@ class ByPass(Gatherer):
     def _check_alike(self, mine: Announce, everyone: Sequence[Announce]) -> None:
         for rank, theirs in enumerate(everyone):
             if theirs != mine:  # here and on every other rank
-                told = self._comm.agree_on(self._comm.mesh.caught, "errors of passes")
+                errors = self._comm.agree_on(self._comm.mesh.caught, "errors of passes")
                 raise CommError(
                     f"The ranks disagree about what comes next: rank {self._comm.mesh.rank} begins pass '{mine}', rank "
                     f"{rank} pass '{theirs}'. Every rank must call forward and backward equally often and in the same "
-                    f"order.{''.join(starmap(went_on, enumerate(told)))}"
+                    f"order.{''.join(starmap(went_on, enumerate(errors)))}"
                 )
 
     def _gather_unplanned(self, wanted: Announce, keep: bool) -> None:
