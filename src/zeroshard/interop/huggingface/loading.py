@@ -192,7 +192,7 @@ def build(folder: Path, kind: type | None, dtype: torch.dtype | str | None = Non
 
 
 def _config_of(folder: Path, kind: type | None, transformers: Any) -> Any:
-    """The configuration of a folder; where transformers knows no such family, by the class of the model.
+    """The configuration of a folder; where transformers has no such family, by the class of the model.
 
     Raises:
         ModelError: neither reads it.
