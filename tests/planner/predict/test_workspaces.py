@@ -102,10 +102,93 @@ def test_a_convolution_with_channels_last(
         rises_to_what_torch_allocates(func, args, rel=0.08)
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(
+    "into, out, kernel, step, groups", [(4, 4, (33, 1), 1, 4), (4, 8, (3, 3), 1, 2), (3, 16, (8, 8), 8, 1)]
+)
+def test_convolutions_of_16_bit_numbers(
+    into: int, out: int, kernel: tuple[int, int], step: int, groups: int, transposed: bool
+) -> None:
+    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("oneDNN computes these here")
+    x = torch.ones(8, into, 64, 64, dtype=torch.bfloat16)
+    x = x.transpose(2, 3) if transposed else x
+    weight = torch.ones(out, into // groups, *kernel, dtype=torch.bfloat16)
+    how: tuple[Any, ...] = ([step] * 2, [n // 2 if step == 1 else 0 for n in kernel], [1, 1], False, [0, 0], groups)
+    convolution, backward = torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default
+    made = convolution(x, weight, None, *how)
+    rises_to_what_torch_allocates(convolution, (x, weight, None, *how), rel=1e-3)
+    for bias in (True, False):
+        args = torch.ones_like(made), x, weight, [out] if bias else None, *how, [True, True, bias]
+        rises_to_what_torch_allocates(backward, args, rel=1e-3)
+
+
+ROWS, WIDTH = 64, 256
+aten = torch.ops.aten
+
+
+def of(dtype: torch.dtype, *shape: int) -> Tensor:
+    return torch.ones(shape or (ROWS, WIDTH), dtype=dtype)
+
+
+BF16, FP32, LONG, INT, BOOL = torch.bfloat16, torch.float32, torch.long, torch.int32, torch.bool
+MIXED: list[tuple[Any, tuple[Any, ...]]] = [
+    (aten.mul.Tensor, (of(BF16), of(FP32))),
+    (aten.mul.Tensor, (of(BF16), of(FP32, ROWS, 1))),
+    (aten.mul.Tensor, (of(FP32), of(BF16, ROWS, 1))),
+    (aten.mul.Tensor, (of(BF16), torch.ones(()))),
+    (aten.mul.Tensor, (of(BF16), of(BF16))),
+    (aten.add.Tensor, (of(LONG), 1.5)),
+    (aten.add_.Tensor, (of(BF16), of(FP32))),
+    (aten.add_.Tensor, (of(FP32), of(BF16))),
+    (aten.where.self, (of(BOOL), of(BF16), of(FP32))),
+    (aten.where.self, (of(BOOL), of(BF16), of(BF16))),
+    (aten.eq.Tensor, (of(LONG), of(INT))),
+    (aten.gt.Scalar, (of(BF16), 0.5)),
+    (aten.addcmul_.default, (of(FP32), of(BF16), of(BF16))),
+    (aten.pow.Tensor_Tensor, (of(BF16), of(FP32))),
+    (aten.sum.dim_IntList, (of(BOOL), [-1])),
+    (aten.cumsum.default, (of(BOOL), 1)),
+    (aten.sum.dim_IntList, (of(BF16), [-1])),
+]
+
+
+@pytest.mark.parametrize("func, args", MIXED, ids=lambda value: str(value) if not isinstance(value, tuple) else "")
+def test_operands_in_another_dtype_are_copied(func: Any, args: tuple[Any, ...]) -> None:
+    rises_to_what_torch_allocates(func, args, rel=5e-3)
+
+
+FEW, ALONG = torch.zeros(ROWS, 8, dtype=LONG), torch.arange(ROWS)[:, None].expand(ROWS, WIDTH)
+WRITES: list[tuple[Any, tuple[Any, ...]]] = [
+    (aten.gather.default, (1, FEW)),
+    (aten.gather.default, (0, ALONG)),
+    (aten.scatter.src, (1, FEW, of(BF16))),
+    (aten.scatter_.src, (1, FEW, of(BF16))),
+    (aten.scatter_.src, (1, FEW[:0], of(BF16))),
+    (aten.scatter.value, (1, FEW, 1.0)),
+    (aten.scatter_add_.default, (1, FEW, of(BF16))),
+    (aten.scatter_add_.default, (0, FEW, of(BF16))),
+    (aten.scatter_add_.default, (0, ALONG, of(BF16))),
+    (aten.scatter_add.default, (0, ALONG, of(BF16))),
+    (aten.scatter_reduce.two, (1, FEW, of(BF16), "amax")),
+    (aten.index_add_.default, (0, torch.arange(ROWS), of(BF16))),
+    (aten.index_add_.default, (1, torch.arange(WIDTH), of(BF16))),
+    (aten.index_add.default, (0, torch.arange(ROWS), of(BF16))),
+]
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("func, args", WRITES, ids=lambda value: str(value) if not isinstance(value, tuple) else "")
+def test_scatters_of_16_bit_numbers_have_a_copy(func: Any, args: tuple[Any, ...], dtype: torch.dtype) -> None:
+    args = (of(dtype), *(one.to(dtype) if isinstance(one, Tensor) and one.dtype is BF16 else one for one in args))
+    rises_to_what_torch_allocates(func, args, rel=5e-3)
+
+
 def rises_to_what_torch_allocates(func: Any, args: tuple[Any, ...], rel: float) -> None:
     result = func(*args)
     tensors = [result] if isinstance(result, Tensor) else [t for t in result if t is not None]
-    known = sum(t.numel() * t.itemsize for t in tensors) + beside_results(func, args, result)
+    made = [t for t in tensors if all(t is not one for one in args)]
+    known = sum(t.numel() * t.itemsize for t in made) + beside_results(func, args, result)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
         again = func(*args)
     assert known == pytest.approx(peak_of(watched), rel=rel)

@@ -18,13 +18,18 @@ import torch
 from zeroshard.planner.predict.torch_internals import (
     ANSWERS,
     DEVICE,
+    IN_PLACE,
+    SPECIAL,
     STAND_INS,
     DispatchMode,
     Packet,
     Results,
     device_of,
     flops_of,
+    is_in_place,
     is_view,
+    node_now,
+    only_owner,
 )
 
 
@@ -79,11 +84,12 @@ class Tracker(DispatchMode):
         self._listener, self._answers, self._rounds = listener, answers, rounds
         self._results, self._beside = results, beside
         self._list: Callable[[], None] | None = None
-        self._alive: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
+        self._alive: dict[int, tuple[int, weakref.ref[torch.UntypedStorage], int]] = {}  # last: the node that made it
         self._shared: dict[int, int] = {}  # number of ranks that share a storage; 0 off the device
         self._looks, self._has_host_tensors, self._makes_aside = True, False, False
         self.current = 0
         self.peaks: dict[str, MemoryPeak] = {}
+        only_owner()  # as long as no operation is under way
 
     def __torch_dispatch__(
         self, func: Packet, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -91,10 +97,15 @@ class Tracker(DispatchMode):
         """Run one operation and record its results."""
         if func is DEVICE:
             return device_of(args[0])
-        if self._answers and func in ANSWERS:
-            return ANSWERS[func](*args)
         kwargs = kwargs or {}
-        run = STAND_INS[func] if self._answers and func in STAND_INS else func
+        run = func
+        if func in SPECIAL:
+            if func in IN_PLACE:
+                func = run = self._as_in_a_run(func, args, kwargs)
+            elif self._answers and func in ANSWERS:
+                return ANSWERS[func](*args)
+            elif self._answers:
+                run = STAND_INS[func]
         result = run(*args, **kwargs) if self._results is None else self._results.of(func, run, args, kwargs)
         if not self._looks:
             return result
@@ -124,10 +135,10 @@ class Tracker(DispatchMode):
         entry = self._alive.get(key)
         if entry is not None:
             if entry[0] != nbytes:
-                self._alive[key] = (nbytes, entry[1])
+                self._alive[key] = (nbytes, *entry[1:])
                 self._add(nbytes - entry[0])
             return
-        self._alive[key] = (nbytes, weakref.ref(storage, lambda _: self._gone(key)))
+        self._alive[key] = (nbytes, weakref.ref(storage, lambda _: self._gone(key)), node_now())
         self._add(nbytes)
 
     def share(self, tensor: torch.Tensor, ranks: int) -> None:
@@ -194,7 +205,7 @@ class Tracker(DispatchMode):
             result = original(storage, nbytes)
             entry = self._alive.get(storage._cdata)
             if entry is not None:
-                self._alive[storage._cdata] = (self._round(nbytes), entry[1])
+                self._alive[storage._cdata] = (self._round(nbytes), *entry[1:])
                 self._add(self._round(nbytes) - entry[0])
             return result
 
@@ -210,6 +221,14 @@ class Tracker(DispatchMode):
         finally:
             torch.get_rng_state = torch.random.get_rng_state = state_of
             torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
+
+    def _as_in_a_run(self, func: Packet, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Packet:
+        """The operation that autograd takes in a run, where there is no dispatch mode."""
+        if not torch.is_grad_enabled() and args[0].layout is torch.strided:
+            entry = self._alive.get(args[0].untyped_storage()._cdata)
+            if is_in_place(func, args, kwargs, -1 if entry is None else entry[2]):
+                return IN_PLACE[func]
+        return func
 
     def _round(self, nbytes: int) -> int:
         return -(-nbytes // self._rounds) * self._rounds

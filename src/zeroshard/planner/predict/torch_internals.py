@@ -7,11 +7,13 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 from torch._meta_registrations import _create_grouped_mm_output_tensor
+from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, disable_fake_tensor_cache
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -69,6 +71,21 @@ def _set_storage(tensor: torch.Tensor, *place: Any) -> torch.Tensor:
 SET_STORAGE = aten.set_.source_Storage_storage_offset
 GROUPED = aten._grouped_mm.default
 STAND_INS: dict[Packet, Callable[..., Any]] = {GROUPED: _grouped_product, SET_STORAGE: _set_storage}
+
+# Autograd writes into the first operand of these wherever it is the only owner, except for subclasses of tensors and
+# under dispatch modes: there it takes the operation that makes a new tensor. The first sums the gradients that meet at
+# a value, the others fill zeros with a gradient.
+ADD, PUT = aten.add.Tensor, aten.index_put.default
+IN_PLACE: dict[Packet, Packet] = {
+    ADD: aten.add_.Tensor,
+    PUT: aten.index_put_.default,
+    aten.index_add.default: aten.index_add_.default,
+    aten.index_fill.int_Tensor: aten.index_fill_.int_Tensor,
+    aten.masked_scatter.default: aten.masked_scatter_.default,
+    aten.scatter.src: aten.scatter_.src,
+    aten.scatter_add.default: aten.scatter_add_.default,
+}
+SPECIAL = frozenset({*ANSWERS, *STAND_INS, *IN_PLACE})
 
 
 @contextmanager
@@ -143,6 +160,57 @@ def forget_values(model: nn.Module) -> None:
 def in_backward() -> bool:
     """Whether autograd runs a backward now."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def node_now() -> int:
+    """The number of the node of the graph that autograd computes now; 0 outside of a backward."""
+    node = torch._C._current_autograd_node()
+    return 0 if node is None else 1 + node._sequence_nr()
+
+
+def is_in_place(func: Packet, args: tuple[Any, ...], kwargs: dict[str, Any], maker: int) -> bool:
+    """Whether an operation of `IN_PLACE` writes into its first operand in a run.
+
+    Args:
+        maker: of the operand's memory, as `node_now` numbers it. A node fills zeros of its own, and sums of two terms
+            in its formula are new tensors; gradients that meet are of earlier nodes, or of one that returns several
+            for one value.
+    """
+    node = torch._C._current_autograd_node()
+    if node is None or kwargs or (func is PUT and args[3:] != (True,)):
+        return False
+    is_own = maker == 1 + node._sequence_nr()
+    if func is not ADD:  # by a call from C++, to which lists of indices add owners in C++
+        return is_own and _owners(args)[1:] == only_owner()[1:]
+    if is_own:
+        edges = [edge for edge in node.next_functions if edge[0] is not None]
+        if len(set(edges)) == len(edges):
+            return False
+    return _owners(args) == only_owner() and is_non_overlapping_and_dense_or_false(args[0])
+
+
+def _owners(args: tuple[Any, ...]) -> tuple[int, ...]:
+    """References to the first of an operation's arguments: by C++, by Python, and to its memory."""
+    first = args[0]
+    return first._use_count(), sys.getrefcount(first), torch._C._storage_Use_Count(first.untyped_storage()._cdata)
+
+
+@cache
+def only_owner() -> tuple[int, ...]:
+    """`_owners` of a gradient that only autograd owns, from a small backward."""
+    found: list[tuple[int, ...]] = []
+
+    class Watch(DispatchMode):
+        def __torch_dispatch__(self, func: Packet, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is ADD:
+                found.append(_owners(args))
+            return func(*args, **(kwargs or {}))
+
+    with Watch(), torch.enable_grad():  # type: ignore[no-untyped-call]
+        x = torch.ones(1, requires_grad=True)
+        y = x * 1
+        torch.autograd.grad(y.sin() * y.cos(), x)
+    return found[0]
 
 
 def device_of(tensor: torch.Tensor) -> torch.device:
