@@ -141,3 +141,31 @@ def test_gradients_take_the_memory_that_they_take_in_a_run(name: str, dtype: tor
         with tracker, tracker.resizing():
             steps(f, dtype)
     assert tracker.peak.nbytes == pytest.approx(peak_of(watched), rel=0.002)
+
+
+LEAST = 1024  # bytes that count; single numbers have other places in a run
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_gradients_are_summed_in_as_many_new_tensors_as_in_a_run(name: str) -> None:
+    """All bytes that are ever allocated: peaks depend on few of the sums."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+        steps(SUMS[name], torch.float32)
+    sizes, changes = allocations(watched), [0]
+    with fakes() as mode:
+        tracker = Tracker(answers=True, results=Results(mode))
+        with tracker, tracker.resizing(), tracker.listing(lambda: changes.append(tracker.current - sum(changes))):
+            steps(SUMS[name], torch.float32)
+    assert sum(change for change in changes if change >= LEAST) == sum(size for size in sizes if size >= LEAST)
+
+
+def allocations(watched: Any) -> list[int]:
+    """Bytes of each allocation that the profiler saw."""
+    sizes: list[int] = []
+    pending = list(watched.profiler.kineto_results.experimental_event_tree())
+    while pending:
+        event = pending.pop()
+        if event.name == "[memory]":
+            sizes.append(event.extra_fields.alloc_size)
+        pending += event.children
+    return sizes
