@@ -1,4 +1,4 @@
-"""Workspaces of CPU kernels: operands in another dtype or layout, and what LAPACK takes for eigenvectors.
+"""Workspaces of CPU kernels: copies of operands in another dtype or layout, and those of LAPACK for eigenvectors.
 
 Elementwise operations and reductions compute in one dtype, to which they copy operands of another. Scatters and gathers
 of 16-bit numbers have an fp32 copy of what they write.
@@ -84,7 +84,7 @@ def _casts(args: Sequence[Any], result: torch.Tensor, in_place: bool) -> int:
 
 
 def _buffer(name: str, args: Sequence[Any], result: torch.Tensor) -> int:
-    """Bytes of the fp32 copy of what is written; whole rows of it are read, or added to one row, without."""
+    """Bytes of the fp32 copy of a scatter's result; whole rows are read without, and added with a copy of one row."""
     dim, index = int(args[1]), args[2]
     if result.dim() < 1 or dim % result.dim() or name in ("scatter", "scatter_reduce"):
         return FLOAT * result.numel()
