@@ -200,13 +200,13 @@ def only_owner() -> tuple[int, ...]:
     """`_owners` of a gradient that only autograd owns, from a small backward."""
     found: list[tuple[int, ...]] = []
 
-    class Watch(DispatchMode):
+    class OwnersSeen(DispatchMode):
         def __torch_dispatch__(self, func: Packet, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func is ADD:
                 found.append(_owners(args))
             return func(*args, **(kwargs or {}))
 
-    with Watch(), torch.enable_grad():  # type: ignore[no-untyped-call]
+    with OwnersSeen(), torch.enable_grad():  # type: ignore[no-untyped-call]
         x = torch.ones(1, requires_grad=True)
         y = x * 1
         torch.autograd.grad(y.sin() * y.cos(), x)
