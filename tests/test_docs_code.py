@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import chdir
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -19,6 +20,8 @@ import pytest
 from docs_given import ROOT, give
 from pool import Pool
 from test_docs import FENCE, PAGES
+from torch.distributed import all_reduce
+from torch.distributed.distributed_c10d import ReduceOp
 
 import zeroshard as zs
 
@@ -107,13 +110,19 @@ def test_a_block_runs_when_it_is_pasted(block: Block, tmp_path: Path) -> None:
     run_here(block, tmp_path)
 
 
+def all_reduce_in(mesh: zs.Mesh, tensor: Any, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+    """`all_reduce` of torch over the ranks of a mesh by default: the pool has more."""
+    return all_reduce(tensor, op, mesh.control if group is None else group, async_op)
+
+
 def run_on_ranks(mesh: zs.Mesh, folder: str, names: list[str]) -> list[str]:
     """Run blocks one after the other on each rank; the folder has what each is given, in a folder of its number."""
     ran = []
     for number, name in enumerate(names):
         compiled = compile(CODE[name], name, "exec")
         place = Path(folder) / str(number)
-        with chdir(place), patch("zeroshard.engine.engine.shared_mesh", lambda _: mesh):
+        both = patch("torch.distributed.all_reduce", partial(all_reduce_in, mesh))
+        with chdir(place), both, patch("zeroshard.engine.engine.shared_mesh", lambda _: mesh):
             exec(compiled, {"__name__": "__main__"})
         ran.append(name)
     return ran

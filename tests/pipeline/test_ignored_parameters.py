@@ -228,7 +228,10 @@ def streamed(mesh: zs.Mesh, schedule: Any) -> Any:
         model = build()
         for parameter in own_of(model):
             parameter.requires_grad_(False)
-        stages, fp32 = zs.Pipeline(2, schedule=schedule), ("embed", "head", *(f"blocks.{n}.base" for n in range(4)))
+        stages, fp32 = (
+            zs.Pipeline(2, schedule=schedule, split=("blocks.2",)),
+            ("embed", "head", *(f"blocks.{n}.base" for n in range(4))),
+        )
         kinds: dict[str, Any] = {"pipeline_parallel": stages, "precision": "bf16", "fp32_modules": fp32}
         plan = zs.Plan(zero=0, microbatches=4, ignored=ignored, **kinds)
         engine = zs.Engine(model, OTHERS, plan, mesh=mesh, example=(batch(0, 0, 8),))

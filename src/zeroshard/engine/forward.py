@@ -194,7 +194,7 @@ class Forward:
             check_compiler(compiler)
         began, plainly = self._late.background.now(), self.transformed(self._root)
         with outside_transforms():
-            begins = not plainly and self._begin(args, kwargs)
+            begins = not plainly and self._begin(module, args, kwargs)
             if plainly:
                 self._late.finish()
         hooks = None
@@ -204,7 +204,7 @@ class Forward:
         self._open.append(_Call(hooks, begins, began, plainly))
         return self._cast(args, kwargs)
 
-    def _begin(self, args: Any, kwargs: Any) -> bool:
+    def _begin(self, model: nn.Module, args: Any, kwargs: Any) -> bool:
         """Begin a forward of the model, with its root gathered; returns whether it is a pass of its own."""
         begins = False
         torch.clear_autocast_cache()  # weights have changed since, where one torch.autocast is around several steps
@@ -214,7 +214,7 @@ class Forward:
             self.writes.reconcile()
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
             self.unfreeze()
-            losses, model = self._backward.losses, self._parts.units[self._root].module
+            losses = self._backward.losses
             losses.batches.add((args, kwargs))
             losses.passes.begin(model.training, losses.updates)
         if self._gatherer.passes and not self._gatherer.all_gathered:
