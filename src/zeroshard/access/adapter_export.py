@@ -35,7 +35,7 @@ from zeroshard.errors import CheckpointWarning, PlanError
 from zeroshard.precision.cast import floating_dtype
 from zeroshard.quantized.weights import is_turned
 from zeroshard.text import format_names, shard_bytes
-from zeroshard.units.adapters import INSIDE, base_names, layers_of_adapters, made_by_peft
+from zeroshard.units.adapters import INSIDE, base_names, configs_of, layers_of_adapters, made_by_peft
 
 FACT = "adapters"  # its key among the facts of a checkpoint
 EMBEDDINGS = ("embed_tokens", "lm_head")  # as peft knows them
@@ -257,7 +257,7 @@ class _Merging:
         found[parameter.removeprefix(f"{path}.")] = values
         if lacks_values(layer, found):  # indices that peft makes, of a layer that is on another rank or in a checkpoint
             whole = with_values(layer.get_base_layer(), inside_of(inside.removeprefix(f"{path}."), found))
-            layer = made_by_peft(self._model, path, whole, 0)
+            layer = made_by_peft(configs_of(self._model), path, whole, 0)
         return merged_parameter(layer, self._active, found, parameter.removeprefix(inside))
 
     def _of_adapter(self, path: str, layer: Any, adapter: str) -> dict[str, Any]:

@@ -10,15 +10,15 @@ weight and B with zeros, or with "gaussian" A from a normal distribution. Initia
 (PiSSA, OLoRA, EVA and others) need a base with values, and so do DoRA's magnitudes, the norms of its rows.
 
 [Note: adapters of other kinds] Layers of LoHa, LoKr, IA3, OFT, VeRA and others are made once more by peft, around one
-layer of the base on the host whose elements are all the same, without memory for each. They are made with two such
-values and the same random numbers: adapters that differ then are computed from the base, and are refused.
+layer of the base on the host whose elements are all the same, without memory for each. The first of each kind is made
+with two such values and the same random numbers: adapters that differ then are computed from the base, and refused.
 """
 
 import copy
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from functools import partial
 from typing import Any
 
@@ -35,6 +35,7 @@ DRAWN = (
     "P_TUNING",
     "PREFIX_TUNING",
 )  # prompts of random values, where the configuration has no others
+Configs = dict[str, Any]  # of peft, by the name of the adapter
 WITHOUT_BASE = (True, False, "gaussian")  # values of `init_lora_weights` that need no values of the base
 
 
@@ -84,19 +85,19 @@ def stack_adapters(model: nn.Module, holder: nn.Module) -> dict[str, list[Any]]:
 def initialisers_of(model: nn.Module) -> dict[nn.Module, Callable[[], None]]:
     """For modules of adapters, the functions that fill their parameters ([Note: adapters on meta])."""
     found: dict[nn.Module, Callable[[], None]] = {}
+    configs, drawn = configs_of(model), set[Hashable]()
     for path, layer in layers_of_adapters(model).items():
         for adapter, module, fill in _modules_of(layer):
-            config = _config_of(model, adapter)
-            found[module] = partial(_fill, path, getattr(config, "init_lora_weights", True), fill)
+            found[module] = partial(_fill, path, getattr(configs.get(adapter), "init_lora_weights", True), fill)
         base = None
         for name, module in layer.named_modules():
             if module in found or name.split(".")[0] in ("", "base_layer") or not _is_own_on_meta(module):
                 continue
             base = _without_tables(layer.get_base_layer()) if base is None else base
-            found[module] = partial(_fill_as_peft, model, path, base, name, module)
+            found[module] = partial(_fill_as_peft, configs, path, base, name, module, drawn)
     for path, encoder in _prompt_encoders(model).items():
         for module in filter(_is_own_on_meta, encoder.modules()):
-            found[module] = partial(_fill_prompt, path, _config_of(model, path.rpartition(".")[2]), module)
+            found[module] = partial(_fill_prompt, path, configs.get(path.rpartition(".")[2]), module)
     return found
 
 
@@ -134,29 +135,33 @@ def _without_tables(module: nn.Module) -> nn.Module:
     return found
 
 
-def _fill_as_peft(model: nn.Module, path: str, base: nn.Module, name: str, module: nn.Module) -> None:
+def _fill_as_peft(
+    configs: Configs, path: str, base: nn.Module, name: str, module: nn.Module, drawn: set[Hashable]
+) -> None:
     """Fill a module of an adapter with the values that peft gives it ([Note: adapters of other kinds]).
 
     Args:
         path: of the layer of adapters.
         base: the layer inside.
         name: of the module inside of the layer of adapters.
+        drawn: kinds of modules whose values were found to be the same for two bases; this one is added.
 
     Raises:
         ModelError: peft computes the values from the base's.
     """
-    state, made = torch.get_rng_state(), []
-    for value in (0, 1):
+    state, kind, made = torch.get_rng_state(), (type(base), name), []
+    for value in (0,) if kind in drawn else (0, 1):
         torch.set_rng_state(state)
         try:
-            made.append(made_by_peft(model, path, base, value).get_submodule(name))
+            made.append(made_by_peft(configs, path, base, value).get_submodule(name))
         except (RuntimeError, ValueError, TypeError, AttributeError, KeyError) as error:
             raise _of_base(path, module) from error
-    first, second = (dict((*each.named_parameters(), *each.named_buffers())) for each in made)
+    first, last = (dict((*made[at].named_parameters(), *made[at].named_buffers())) for at in (0, -1))
     for key, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
-        if key not in first or not torch.equal(first[key], second[key]) or first[key].shape != tensor.shape:
+        if key not in first or not torch.equal(first[key], last[key]) or first[key].shape != tensor.shape:
             raise _of_base(path, module)
         tensor.copy_(first[key])
+    drawn.add(kind)
 
 
 def _of_base(path: str, module: nn.Module) -> ModelError:
@@ -166,7 +171,7 @@ def _of_base(path: str, module: nn.Module) -> ModelError:
     )
 
 
-def made_by_peft(model: nn.Module, path: str, base: nn.Module, value: int) -> nn.Module:
+def made_by_peft(configs: Configs, path: str, base: nn.Module, value: int) -> nn.Module:
     """A layer of adapters around a layer of the base with one value for all elements, made by peft."""
     from peft import get_peft_model
 
@@ -184,7 +189,7 @@ def made_by_peft(model: nn.Module, path: str, base: nn.Module, value: int) -> nn
     at.add_module(last, inner)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # those came when the adapters were attached
-        for adapter, config in _configs_of(model).items():
+        for adapter, config in configs.items():
             config = copy.deepcopy(config)
             config.task_type = None  # of a class with inputs of its own
             if hasattr(root, "add_adapter"):
@@ -198,12 +203,7 @@ def _names_layers(module: nn.Module) -> bool:
     return bool(getattr(type(module), "adapter_layer_names", ()))
 
 
-def _config_of(model: nn.Module, adapter: str) -> Any:
-    """The configuration of an adapter, from the first module that has them."""
-    return _configs_of(model).get(adapter)
-
-
-def _configs_of(model: nn.Module) -> dict[str, Any]:
+def configs_of(model: nn.Module) -> Configs:
     """The configurations of all adapters by name."""
     tables = [vars(m).get("peft_config") or vars(m).get("_peft_config") for m in model.modules()]
     return {adapter: c for table in tables[::-1] if isinstance(table, dict) for adapter, c in table.items()}
