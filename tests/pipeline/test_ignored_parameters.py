@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from ignored_loop import average, loop_of_two
 from plain_loop import PlainRun, follows_plain_loop
 from pool import Pool
 from torch import Tensor, nn
@@ -70,31 +70,8 @@ def own_of(model: Model) -> list[nn.Parameter]:
 
 
 def plain() -> PlainRun:
-    model, seen = build(), PlainRun()
-    own = own_of(model)
-    others = [p for p in model.parameters() if p.requires_grad and all(p is not each for each in own)]
-    optimizers = OWN(own), OTHERS(others)
-    for step in range(STEPS):
-        loss = model(batch(step, 0, 1))
-        loss.backward()
-        nn.utils.clip_grad_norm_(others, 0.05)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        seen.losses.append(loss.item())
-    seen.weights = model.state_dict()
-    return seen
-
-
-def average(mesh: zs.Mesh, parameters: list[nn.Parameter], data_ranks: int) -> None:
-    """Sum the gradients over all ranks, those of other stages as zeros, and divide by the data ranks."""
-    for parameter in parameters:
-        here = parameter.grad is not None
-        gradient = parameter.grad if here else torch.zeros(parameter.shape)
-        if mesh.ranks > 1:
-            dist.all_reduce(gradient, group=mesh.reductions)
-        if here:
-            parameter.grad /= data_ranks
+    model = build()
+    return loop_of_two(model, own_of(model), (OWN, OTHERS), 0.05, [batch(step, 0, 1) for step in range(STEPS)])
 
 
 def train(mesh: zs.Mesh, settings: dict[str, Any], folder: str) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from ignored_loop import average, loop_of_two
 from plain_loop import PlainRun, follows_plain_loop
 from pool import Pool
 from torch import Tensor, nn
@@ -88,30 +88,9 @@ def own_of(model: Model, ignored: tuple[str, ...]) -> list[nn.Parameter]:
 
 
 def plain(mixture: bool, ignored: tuple[str, ...]) -> PlainRun:
-    model, seen = build(mixture=mixture), PlainRun()
-    mine = own_of(model, ignored)
-    others = [p for p in model.parameters() if p.requires_grad and all(p is not each for each in mine)]
-    optimizers = [OTHERS(others), *([OWN(mine)] if mine else [])]
-    for step in range(STEPS):
-        loss = model(batch(step, 0, 1))
-        loss.backward()
-        nn.utils.clip_grad_norm_(others, 0.05)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        seen.losses.append(loss.item())
-    seen.weights = model.state_dict()
-    return seen
-
-
-def average(mesh: zs.Mesh, parameters: list[nn.Parameter], copies: int) -> None:
-    """Sum the gradients over all ranks, those of other stages as zeros, and divide by the ranks that make them."""
-    for parameter in parameters:
-        here = parameter.grad is not None
-        gradient = parameter.grad if here else torch.zeros(parameter.shape)
-        dist.all_reduce(gradient, group=mesh.reductions)
-        if here:
-            parameter.grad /= copies
+    model = build(mixture=mixture)
+    batches = [batch(step, 0, 1) for step in range(STEPS)]
+    return loop_of_two(model, own_of(model, ignored), (OWN, OTHERS), 0.05, batches)
 
 
 def train(mesh: zs.Mesh, settings: dict[str, Any], ignored: tuple[str, ...], mixture: bool, folder: str) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from ignored_loop import average, loop_of_two
 from plain_loop import PlainRun, follows_plain_loop
 from pool import Pool
 from torch import Tensor, nn
@@ -66,20 +66,8 @@ def own_of(model: Teacher) -> list[nn.Parameter]:
 
 
 def plain() -> PlainRun:
-    model, seen = build(), PlainRun()
-    own = own_of(model)
-    others = [p for p in model.parameters() if p.requires_grad and all(p is not each for each in own)]
-    optimizers = OWN(own), OTHERS(others)
-    for step in range(STEPS):
-        loss = model(batch(step, 0, 1))
-        loss.backward()
-        nn.utils.clip_grad_norm_(others, 0.5)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        seen.losses.append(loss.item())
-    seen.weights = model.state_dict()
-    return seen
+    model = build()
+    return loop_of_two(model, own_of(model), (OWN, OTHERS), 0.5, [batch(step, 0, 1) for step in range(STEPS)])
 
 
 def train(mesh: zs.Mesh, settings: dict[str, Any], folder: str) -> Any:
@@ -95,10 +83,7 @@ def train(mesh: zs.Mesh, settings: dict[str, Any], folder: str) -> Any:
         result = engine.train_step((batch(step, mesh.rank, mesh.ranks),))
         assert result.loss is not None
         losses.append(float(result.loss) if not isinstance(result.loss, list) else 0.0)
-        for parameter in own:
-            if mesh.ranks > 1:
-                dist.all_reduce(parameter.grad, group=mesh.reductions)
-            parameter.grad /= mesh.ranks
+        average(mesh, own, mesh.ranks)
         mine.step()
         mine.zero_grad()
         if step == 1:
