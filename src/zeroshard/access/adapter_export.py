@@ -250,7 +250,7 @@ class _Merging:
         inside, found = f"{_inside(path, layer)}.", {}
         for name, _ in (*layer.named_parameters(), *layer.named_buffers()):
             first = self._whole.tied.get(f"{path}.{name}", f"{path}.{name}")
-            if first in self._table:
+            if first in self._table and f"{path}.{name}" != parameter:
                 held = self._table[first]
                 wide = torch.float32 if held.kept.is_floating_point else held.kept
                 found[name] = self._whole.read(Slot(first, wide, held.shape))
