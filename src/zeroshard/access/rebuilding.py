@@ -2,37 +2,26 @@
 
 [Note: rebuilding] An engine is made for the parameters that a model has then. When layers were added, a vocabulary
 resized or parameters unfrozen, `rebuild` gives the model plain parameters again, with the values of the fp32 masters
-where there are any, and makes the engine anew in place, with the same optimizer object. The states of each parameter
-object that stayed are those that it had; new parameters have none yet, as in a plain loop. A second engine on a model
-takes the weights over in the same way, without states, and the first is retired.
+where there are any ([Note: leaving]), and makes the engine anew in place, with the same optimizer object. The states of
+each parameter object that stayed are those that it had; new parameters have none yet, as in a plain loop. A second
+engine on a model takes the weights over in the same way, without states, and the first is retired.
 """
 
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
+from zeroshard.access.leaving import leave, refuse_forwards
 from zeroshard.errors import PlanError
-from zeroshard.optim.states.between_steps import release
-from zeroshard.parts.part import Part, Parts
-from zeroshard.units import set_values
-from zeroshard.units.forwards import remove_all
 from zeroshard.units.ignored import OptimizerLike, is_ignored, mark_ignored
-from zeroshard.zero import BufferedGradients
 
-OURS = "zeroshard."
-TABLES = (  # of a module's hooks, and the tables that say how each is called
-    ("_forward_pre_hooks", ("_forward_pre_hooks_with_kwargs",)),
-    ("_forward_hooks", ("_forward_hooks_with_kwargs", "_forward_hooks_always_called")),
-    ("_state_dict_pre_hooks", ()),
-    ("_load_state_dict_pre_hooks", ()),
-)
-METHODS = (f"{OURS}access.forward_methods", f"{OURS}validation.model_checks")  # whose classes replace methods
 _engines: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]]" = weakref.WeakKeyDictionary()
 Named = dict[str, Any]
+Groups = Iterable[Mapping[str, Any]]
 
 
 class RetiredEngine:
@@ -65,38 +54,51 @@ class RebuildAccess:
 
     def rebuild(
         self,
-        groups: Iterable[Mapping[str, Any]] = (),
+        groups: Groups | Callable[[nn.Module], Groups] = (),
         *,
         plan: Any = None,
+        change: Callable[[nn.Module], object] | None = None,
         initialise: Callable[[nn.Module], object] | None = None,
+        example: Any = None,
     ) -> None:
         """Make the engine anew around the parameters that the model has now ([Note: rebuilding]); a collective call.
 
         Call it between two steps, after layers were added or replaced, a vocabulary was resized (inside of
-        `gathered()`), or parameters were unfrozen. Steps, loss scale and the states of parameters that stayed go on;
-        new parameters that require gradients start without states. For the time of the call each rank has the whole
-        weights and states in memory. Compiled blocks and watchers of gradients are to be set again.
+        `gathered()`), or parameters were unfrozen; or with a function that does so. Steps, loss scale and the states of
+        parameters that stayed go on; new parameters that require gradients start without states. For the time of the
+        call each rank has the whole weights and states in memory. Compiled blocks and watchers of gradients are to be
+        set again.
 
         Args:
-            groups: further parameter groups, as `torch.optim.Optimizer.add_param_group` takes them; new parameters
-                that are in none of them go into the first group.
+            groups: further parameter groups, as `torch.optim.Optimizer.add_param_group` takes them, or a function of
+                the changed model that returns them; new parameters that are in none of them go into the first group.
             plan: another `zs.Plan` from now on.
+            change: called with the plain model, whole on every rank, to change it, alike on all ranks. Stages, tensor
+                parallelism and expert parallelism need it where parameters come, go or get another shape.
             initialise: as of `Engine`, for layers on the meta device.
+            example: as of `Engine`, for pipelines; by default the one before.
 
         Raises:
             PlanError: gradients of a step are there, the call is inside of `gathered()`, or the plan cannot. After an
-                error of the new engine this one is retired, and the model is a plain one.
+                error of `change` or of the new engine this one is retired, and the model is a plain one.
         """
         engine: Any = self
         _refuse(engine, "engine.rebuild()")
         loss, mesh, loaded = engine._loss, engine.mesh, vars(engine).get("loaded")
         counts, optimizer, new = _counts(engine), engine.optimizer, plan or engine.plan
-        states, model, kind = _leave(engine), self.model, type(engine)
+        example = getattr(engine._stage, "example", None) if example is None else example
+        left, model, kind = leave(engine, "engine.rebuild()"), self.model, type(engine)
+        _engines.pop(model, None)
         vars(engine).clear()
         gc.collect()  # the buffers of the old parts are in rings
         try:
-            _regroup(optimizer, model, new.ignored, groups)
-            kind.__init__(engine, model, optimizer, new, mesh=mesh, loss=loss, initialise=initialise)
+            if change is not None:
+                change(model)
+            _regroup(optimizer, model, new.ignored, groups(model) if callable(groups) else groups)
+            names = {id(parameter): name for name, parameter in model.named_parameters()}
+            states = {names[id(p)]: own for p, shape, own in left if id(p) in names and p.shape == shape}
+            del left
+            kind.__init__(engine, model, optimizer, new, mesh=mesh, loss=loss, initialise=initialise, example=example)
         except BaseException:
             engine.__class__ = RetiredEngine
             raise
@@ -127,7 +129,10 @@ def retire_engine(model: nn.Module, optimizer: OptimizerLike, new: Any) -> None:
             "engine.rebuild(plan=...), which keeps the states; or make an optimizer of its own."
         )
     _refuse(engine, "A second engine on the same model")
-    _leave(engine, states=False)
+    before = dict(model.named_parameters(remove_duplicate=False))
+    leave(engine, "A second engine on the same model", states=False)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        _follow(optimizer, before, model)
     vars(engine).clear()
     engine.__class__ = RetiredEngine
     del engine
@@ -136,25 +141,26 @@ def retire_engine(model: nn.Module, optimizer: OptimizerLike, new: Any) -> None:
 
 
 def _refuse(engine: Any, what: str) -> None:
-    """Refuse to take a model from its engine now, or at all."""
-    plan = engine.plan
+    """Refuse to take a model from its engine now."""
     if engine._forward.writes.allowed:
         raise PlanError(f"{what} stands inside `with engine.gathered():`; write it after the block.")
     if engine._backward.count:
         raise PlanError(
             f"{what} comes when gradients of a step are there. Call engine.step() or engine.zero_grad() before it."
         )
-    settings = {
-        f"pipeline_parallel={plan.pipeline.stages}": plan.pipelined,
-        f"tensor_parallel={plan.tensor.ranks}": plan.tensor.splits,
-        f"expert_parallel={plan.experts.ranks}": plan.experts.divides,
-        f"loss_chunk={plan.loss_chunk}": plan.loss_chunk is not None,
-    }
-    for setting in (setting for setting, found in settings.items() if found):
-        raise PlanError(
-            f"{what} and {setting} do not combine: modules of the model were changed for it. Call engine.save(folder), "
-            f"build the model again, and give it to a new engine that calls load(folder) or load_weights(folder)."
-        )
+    refuse_forwards(engine.model, what)
+
+
+def _follow(optimizer: torch.optim.Optimizer, before: Mapping[str, nn.Parameter], model: nn.Module) -> None:
+    """Give an optimizer the parameters that took the places of those of other stages.
+
+    Args:
+        before: the parameters by name, when the optimizer was made.
+    """
+    now = dict(model.named_parameters(remove_duplicate=False))
+    moved = {id(parameter): now[name] for name, parameter in before.items() if now[name] is not parameter}
+    for group in optimizer.param_groups if moved else ():
+        group["params"] = list(dict.fromkeys(moved.get(id(p), p) for p in group["params"]))
 
 
 def _counts(engine: Any) -> Named:
@@ -175,82 +181,6 @@ def _go_on(engine: Any, counts: Named) -> None:
         scaler.load(state)
     engine._backward.losses.count = counts["count"]
     engine._decision.load(counts["last"])
-
-
-def _leave(engine: Any, states: bool = True) -> Named:
-    """Give the model plain parameters; returns the optimizer's states by their names now; a collective call."""
-    writes = engine._forward.writes
-    writes.grows = True  # new parameters are no mistake here
-    engine._discard()
-    engine.flush()
-    engine._savings.wait()
-    parts: Parts = engine._assembly.parts
-    named = {id(parameter): name for name, parameter in engine.model.named_parameters()}
-    found = _states(engine, named) if states else {}
-    for part in parts.all:
-        _make_plain(part)
-    engine.world.agree(b"", "the model has left its engine")
-    owners = {module for unit in parts.units for module in (unit.module, *unit.owners)}
-    for module in {*engine.model.modules(), *owners}:
-        _scrub(module)
-    release(engine.optimizer)
-    _engines.pop(engine.model, None)
-    return found
-
-
-def _states(engine: Any, named: Mapping[int, str]) -> Named:
-    """The optimizer's states of the parameters that are still in the model, by their names there."""
-    held: list[list[Any]] = engine._unfreezing.members
-    objects = {
-        entry.name: parameter
-        for part in engine._assembly.parts.all
-        for entry, parameter in zip(part.flat.index.entries, part.flat.parameters, strict=True)
-    }
-    names = [named.get(id(objects[member.name])) for group in held for member in group]
-    given = engine.optimizer.state_dict()["state"]
-    return {name: given[number] for number, name in enumerate(names) if name is not None and number in given}
-
-
-def _make_plain(part: Part) -> None:
-    """Make the parameters of a part ordinary ones, with memory of their own, as precise as they are kept."""
-    flat, index, comm = part.flat, part.flat.index, part.place.slices.comm
-    with part.updater.at_hand(), torch.no_grad():
-        values, start = part.updater.values, part.updater.start
-        whole = torch.zeros(index.padded_numel, dtype=values.dtype, device=comm.mesh.device)
-        whole[start : start + values.numel()].copy_(values)
-    for rank in range(index.ranks) if index.ranks > 1 else ():
-        low, high = index.interval(rank)
-        if high > low:
-            comm.broadcast(whole[low:high], f"whole {flat.label}", rank)
-    ours = [cast(BufferedGradients, part.gradients).shown.fresh] if part.gradients is not None else []
-    flat.unwatch()
-    for number, parameter in enumerate(flat.parameters):
-        set_values(parameter, flat.view(whole, number).cpu())  # where a second engine's buffers are not in the way
-        parameter.grad = None
-        for hooks in filter(None, (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)):
-            for key in [key for key, hook in hooks.items() if _is_ours(hook, ours)]:
-                del hooks[key]
-
-
-def _scrub(module: nn.Module) -> None:
-    """Remove an engine's hooks, layers and methods from a module."""
-    for name, others in TABLES:
-        table = getattr(module, name)
-        for key in [key for key, hook in table.items() if _is_ours(getattr(hook, "hook", hook))]:
-            for each in (table, *(getattr(module, other) for other in others)):
-                each.pop(key, None)
-    remove_all(module)
-    for name in [name for name, value in vars(module).items() if type(value).__module__ in METHODS]:
-        del vars(module)[name]
-
-
-def _is_ours(hook: Any, lists: Sequence[list[Any]] = ()) -> bool:
-    """Whether a hook is an engine's; `lists` are those whose `append` is one."""
-    target = getattr(hook, "func", hook)
-    owner = getattr(target, "__self__", None)
-    if isinstance(owner, list):
-        return any(owner is each for each in lists)
-    return str(getattr(target, "__module__", "")).startswith(OURS)
 
 
 def _regroup(

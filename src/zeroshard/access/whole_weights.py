@@ -8,6 +8,7 @@ full, is an error on all of them and no hang. Between two tensors there is no st
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,10 @@ class WholeWeights:
             mine[name] = [list(buffer.shape), [str(buffer.dtype)] * 2, [_plain(Box.whole(tuple(buffer.shape)))]]
         order = _names(model) if world.mesh.rank == 0 else []
         everyone = world.agree_on([order, mine], "the table of whole weights")
-        self.table = [_held(name, [theirs.get(name) for _, theirs in everyone]) for name in everyone[0][0]]
+        names = dict.fromkeys(
+            chain(everyone[0][0], *(theirs for _, theirs in everyone))
+        )  # of a changed model, old ones
+        self.table = [_held(name, [theirs.get(name) for _, theirs in everyone]) for name in names]
         self.table = [held for held in self.table if held.boxes or not math.prod(held.shape)]
         self._by_name = {held.name: held for held in self.table}
         self._quantised = {weight.label: weight for weight in take_apart(model)}
@@ -155,6 +159,13 @@ class WholeWeights:
         held = {end: self._by_name[end_of(weight.label, end)] for end in weight.ends}
         tensors = {end: self._assembled(each, each.computed) for end, each in held.items()}
         return weight.dequantised(tensors).to(slot.dtype).contiguous()
+
+    def kept(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor as it is kept, codes of quantised weights too, by its first name; each step as of `walk`."""
+        for number, held in enumerate(self._by_name.values()):
+            self._go_on(number)
+            yield held.name, self._assembled(held, held.kept)
+        self._fetched = (None, torch.empty(0))
 
     def _dequantised(self) -> Iterator[HeldBoxes]:
         """The table with each quantised weight, in the dtype and shape before, in the place of its codes."""

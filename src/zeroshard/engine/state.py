@@ -66,6 +66,7 @@ class State:
     Attributes:
         buffers: of the model.
         base: frozen weights that are in files.
+        tied: of each parameter with several names, the further ones, and the first.
         wholes: assembles parameters that are split over axes.
     """
 
@@ -78,7 +79,7 @@ class State:
         stage: Stage | WholeModel,
         tied: dict[str, str],
     ) -> None:
-        self._tied = tied
+        self.tied = tied
         self._model, self._stage = model, stage
         self._parts, self._optimizer = assembly.parts, assembly.optimizer
         self._world = axes.world
@@ -185,12 +186,12 @@ class State:
                 return path
             ignored = getattr(self._model, "_keys_to_ignore_on_load_unexpected", None) or ()  # as transformers has it
             shapes, buffers, named = self._shapes(), dict(self._buffer_shapes()), base_names(self._model)
-            source = WeightFiles(path, self._tied)
+            source = WeightFiles(path, self.tied)
             if named is None or any(named(name) is None and source.holds(name) for name in shapes):
                 source.fit(shapes, buffers, ignored)
                 self._check_shapes(source, shapes)
                 return source
-            source = WeightFiles(path, _renamed({named(name): named(first) for name, first in self._tied.items()}))
+            source = WeightFiles(path, _renamed({named(name): named(first) for name, first in self.tied.items()}))
             shapes = _renamed({named(name): shape for name, shape in shapes.items()})
             source.fit(shapes, _renamed({named(name): shape for name, shape in buffers.items()}), ignored)
             self._check_shapes(source, shapes)
@@ -211,20 +212,20 @@ class State:
             CheckpointError: it is of another model, or ranks give different ones.
         """
         whole, shapes = shared(state, self._world), self._shapes()
-        given = GivenWeights(whole, self._model, self._tied)
+        given = GivenWeights(whole, self._model, self.tied)
 
         def opened() -> GivenWeights:
             given.fit(shapes, strict)
             return given
 
-        check_same(whole, shapes.keys() | self._tied.keys(), self._world)
+        check_same(whole, shapes.keys() | self.tied.keys(), self._world)
         self._take_weights(opened)
         given.set_extras()
         return given.keys
 
     def wholes_of(self, kind: type[Wholes], steps: Callable[[], int]) -> Wholes:
         """The whole tensors of the model, or their gradients, to be taken out one by one; a collective call."""
-        return kind(self._model, self._parts, self.buffers, self._tied, self._world, steps)
+        return kind(self._model, self._parts, self.buffers, self.tied, self._world, steps)
 
     def _take_weights(self, opened: Callable[[], WeightSource], states: bool = False) -> None:
         """Load weights and buffers from opened files or tensors; an error of one rank is raised on all."""
@@ -235,7 +236,7 @@ class State:
                 with part.updater.at_hand(writes=True):
                     self._load_weights(part, source)
             for name, buffer in self.buffers.present():
-                found = f"buffer:{self._tied.get(name, name)}"
+                found = f"buffer:{self.tied.get(name, name)}"
                 if source.shape(found) is not None:
                     buffer.copy_(source.whole(found).view(buffer.shape))
             if states:
@@ -320,10 +321,10 @@ class State:
             "cut": self._stage.facts,
             **({"axes": self._axes} if self._axes else {}),
             "buffers": self.buffers.facts(),
-            "ignored": ignored_names(self._model, self._tied),
+            "ignored": ignored_names(self._model, self.tied),
             **quantised_facts(self._model),
             **adapter_facts(self._model),
-            "tied": self._tied,
+            "tied": self.tied,
             "config": texts[CONFIG],
             "generation": texts[GENERATION],
             "origin": None if folder is None else str(folder),
@@ -333,7 +334,7 @@ class State:
         """Fill this rank's slices; no other rank is needed."""
         reader = Reader(path)
         check_facts(path, reader.facts)
-        check_ignored(path, reader.facts.get("ignored", []), ignored_names(self._model, self._tied))
+        check_ignored(path, reader.facts.get("ignored", []), ignored_names(self._model, self.tied))
         left = (reader.facts.get("base") or {"tensors": {}})["tensors"]
         self._check_shapes(reader, self._shapes(), {name: tuple(row[0]) for name, row in left.items()})
         saved = self._checked(reader)

@@ -20,6 +20,7 @@ from zeroshard.errors import PlanError
 from zeroshard.losses.absent_logits import AbsentLogits, LayerCall
 from zeroshard.losses.linear_cross_entropy import OutputLayer, linear_cross_entropy
 from zeroshard.losses.row_gradients import WHOLE, Vocabulary
+from zeroshard.units.changed_attributes import changing
 from zeroshard.units.forwards import insert, inside, layer_of, replaced
 from zeroshard.units.hooks import Hook
 from zeroshard.units.token_layers import output_layer
@@ -277,10 +278,11 @@ def set_loss_chunk(model: nn.Module, chunk: int | None) -> None:
     if chunk is None:
         return
     told = [module for module in model.modules() if hasattr(module, CHUNK)]
-    for module in told:
-        setattr(module, CHUNK, chunk)
-    if not told:
-        make_loss_by_chunks(model, chunk)
+    with changing(model):
+        for module in told:
+            setattr(module, CHUNK, chunk)
+        if not told:
+            make_loss_by_chunks(model, chunk)
 
 
 def split_loss(model: nn.Module, layer: nn.Linear, vocabulary: Vocabulary, make: Callable[..., Any]) -> None:

@@ -64,6 +64,7 @@ class Stage:
         borrowed: the weights of each loan that this stage borrows.
         whole_shapes: shapes of parameters that techniques have replaced by parts, by name.
         scattered: scattered messages of activations, by the layer that they enter.
+        example: the microbatch on which the model was cut.
     """
 
     world: Comm
@@ -78,6 +79,7 @@ class Stage:
     borrowed: dict[Loan, Borrowed] = field(default_factory=dict)
     whole_shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     scattered: dict[int | None, Scattered] = field(default_factory=dict)
+    example: Any = None
 
     @property
     def rank(self) -> int:
@@ -307,7 +309,7 @@ def make_stage(model: nn.Module, cut: Cut, mesh: Mesh, example: Any, run: Run) -
     refuse_shared_buffers(chain, firsts, cut.pipeline)
     layout = pipeline.layout
     replicas = part_of(mesh, [layout.members(s) for s in range(layout.stages)], "stage")
-    stage = Stage(world, replicas, pipeline, chain, firsts, deferral=deferral)
+    stage = Stage(world, replicas, pipeline, chain, firsts, deferral=deferral, example=example)
     _share_out(stage)
     if stage.loans:
         refuse_loans(stage.pipeline, stage.loans)

@@ -17,6 +17,7 @@ from zeroshard.pipeline.cut.layers import Layer
 from zeroshard.pipeline.policy import Cut
 from zeroshard.schedule import PipelineSchedule
 from zeroshard.units import Unit, find_units
+from zeroshard.units.changed_attributes import changing
 from zeroshard.units.ignored import ignored_in
 from zeroshard.units.materialise import take_from_rank_0
 
@@ -30,7 +31,8 @@ def replaced(model: nn.Module, technique: Technique, axes: Mapping[str, Axis]) -
         the places of parameters; and the replacement of each replaced parameter.
     """
     before = dict(model.named_parameters())
-    cuts = technique.cut(model, axes)
+    with changing(model):
+        cuts = technique.cut(model, axes)
     after = dict(model.named_parameters())
     assert before.keys() == after.keys(), before.keys() ^ after.keys()
     return cuts, {parameter: after[name] for name, parameter in before.items() if after[name] is not parameter}
