@@ -313,12 +313,13 @@ def refused(mesh: zs.Mesh) -> dict[str, str]:
         "late gathers",
         "between backwards",
         "other names",
+        "several",
     )
     for name in situations:
         net = model()
         optimizer: Any = OPTIMIZER
         plan = zs.Plan(zero=2)
-        if name == "in no group":
+        if name in ("in no group", "several"):
             optimizer = lambda _, net=net: OPTIMIZER([p for p in net.parameters() if p.requires_grad])  # noqa: E731
         elif name == "whole tensors":
             optimizer = partial(torch.optim.Adafactor, lr=0.01)
@@ -331,6 +332,8 @@ def refused(mesh: zs.Mesh) -> dict[str, str]:
         if name == "between backwards":
             engine.backward(engine(rows).square().mean())
         unfreeze(net, ("2.3.bias" if name == "other names" and mesh.rank == 1 else "2.0.weight",))
+        if name == "several":
+            unfreeze(net, ("2.3.bias",))
         if name == "between backwards":
             found[name] = error_of(lambda engine=engine: engine(rows))
         else:
@@ -339,7 +342,8 @@ def refused(mesh: zs.Mesh) -> dict[str, str]:
 
 
 REFUSALS = {
-    "in no group": ("'2.0.weight'", "in no optimizer group", "add_param_group"),
+    "in no group": ("'2.0.weight' was frozen when", "requires gradients now, in no optimizer group", "add_param_group"),
+    "several": ("'2.0.weight', '2.3.bias' were frozen when", "and require gradients now, in no optimizer group"),
     "whole tensors": ("'2.0.weight'", "Adafactor needs whole tensors", "freeze it afterwards"),
     "several versions": ("'2.0.weight'", "'2bw' keeps several versions", "freeze it afterwards"),
     "late gathers": ("'2.0.weight'", "overlap_gather=True gathers updated weights", "freeze it afterwards"),

@@ -72,8 +72,8 @@ class Unfreezing:
         others = next((theirs for theirs, _ in answers if theirs != names), None)
         if others is not None:
             raise PlanError(
-                f"{format_names(sorted(set(others) ^ set(names)))} was frozen and requires gradients now on some ranks "
-                f"alone. Unfreeze the same parameters on every rank, before the same step."
+                f"{_trained_now(sorted(set(others) ^ set(names)))} on some ranks alone. Unfreeze the same parameters "
+                f"on every rank, before the same step."
             )
         self._check(names, any(under_way for _, under_way in answers))
         problem = ""
@@ -142,26 +142,36 @@ class Unfreezing:
         Raises:
             PlanError: with the parameter, the reason, and the way out.
         """
-        found = format_names(list(names))
         if busy:
             raise PlanError(
-                f"{found} was frozen and requires gradients now, between two backwards of one step. Unfreeze between "
-                f"steps: after engine.step() or train_step()."
+                f"{_trained_now(names)}, between two backwards of one step. Unfreeze between steps: after "
+                f"engine.step() or train_step()."
             )
         groups = self._groups
         without = [name for name in names if name not in groups]
         if without:
             raise PlanError(
-                f"{format_names(without)} was frozen when the engine was made and requires gradients now, and is in no "
-                f"optimizer group. Call engine.optimizer.add_param_group with it, or give the optimizer all parameters "
-                f"that are to be trained at some time, frozen or not: those without a gradient have no states."
+                f"{_trained_now(without, made=True)}, in no optimizer group. Call engine.optimizer.add_param_group "
+                f"with what is to be trained, or give the optimizer all parameters that are to be trained at some "
+                f"time, frozen or not: those without a gradient have no states."
             )
         if self._refused is not None:
             raise PlanError(
-                f"{found} was frozen when the engine was made and requires gradients now: {self._refused}. Make the "
-                f"engine while it requires gradients, and freeze it afterwards until it is to be trained; or "
-                f"engine.save(), make a new engine, and load."
+                f"{_trained_now(names, made=True)}: {self._refused}. Make the engine while all that is to be trained "
+                f"requires gradients, and freeze it afterwards until then; or engine.save(), make a new engine, and "
+                f"load."
             )
+
+
+def _trained_now(names: Sequence[str], made: bool = False) -> str:
+    """The beginning of an error about parameters, in the plural where there are several.
+
+    Args:
+        made: whether they were frozen when the engine was made.
+    """
+    were, require = ("were", "require") if len(names) > 1 else ("was", "requires")
+    when = " when the engine was made" if made else ""
+    return f"{format_names(names)} {were} frozen{when} and {require} gradients now"
 
 
 def _numel(part: Part, names: Sequence[str]) -> int:
