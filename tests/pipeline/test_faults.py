@@ -165,6 +165,19 @@ class Ragged(Plain):
         return loss
 
 
+class Unmeasured(Plain):
+    """A backward through its first block fails."""
+
+    def body(self, x: Tensor, step: int) -> Tensor:
+        x = self.blocks[0](x)
+        if x.requires_grad:
+            x.register_hook(self.fail)
+        return self.blocks[2](self.blocks[1](x))
+
+    def fail(self, gradient: Tensor) -> None:
+        raise ValueError("a value is out of range")
+
+
 class HalfMeta(Plain):
     """A block without values among blocks with values."""
 
@@ -176,7 +189,7 @@ class HalfMeta(Plain):
 ODD: dict[str, Callable[[], nn.Module]] = {
     **MODELS,
     **LONGER,
-    **{kind.__name__: kind for kind in (Idle, Ragged, HalfMeta)},
+    **{kind.__name__: kind for kind in (Idle, Ragged, HalfMeta, Unmeasured)},
 }
 TWO = {"pipeline_parallel": 2, "microbatches": 2}
 # Ranks, model, plan, error, and words in its message.
@@ -454,7 +467,7 @@ def test_a_fault_on_one_stage_is_told_to_the_other(pool: Pool, name: str) -> Non
     assert found[where][0] == expected, found
     assert all(word in found[where][1] for word in words), found
     assert found[1 - where][0] == "CommError", found
-    assert f"rank {where} failed: " in found[1 - where][1], found
+    assert f"because rank {where} of stage {where} left engine.train_step() in an error" in found[1 - where][1], found
     assert all(word in found[1 - where][1] for word in words), found
 
 
@@ -575,3 +588,15 @@ def refused_offload(mesh: zs.Mesh) -> str:
 def test_all_stages_refuse_states_that_two_ranks_of_one_would_update(pool: Pool) -> None:
     texts = pool.run(refused_offload, 3)
     assert all(text.startswith("offload='optimizer' and zero=0 do not combine on 2 ranks") for text in texts)
+
+
+def measured(mesh: zs.Mesh) -> tuple[str, str]:
+    return said(engine_of, mesh, "Unmeasured", {**TWO, "pipeline_parallel.balance": "time"})
+
+
+def test_an_error_in_the_measurement_of_rank_0_is_one_of_all(pool: Pool) -> None:
+    first, *others = pool.run(measured, 2)
+    assert first == ("ValueError", "a value is out of range")
+    for kind, message in others:
+        assert kind == "ModelError"
+        assert "on rank 0" in message and "(ValueError: a value is out of range)" in message

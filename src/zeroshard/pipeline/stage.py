@@ -351,20 +351,43 @@ def _cut(model: nn.Module, cut: Cut, chain: Chain, world: Comm, forward: Callabl
             names = [layer.name for layer in chain.layers]
             raise PlanError(f"split={policy.split} is not in the order of the layers, which is {', '.join(names)}.")
     else:
-        weights: list[float] = []
         if policy.balance == "parameters":
-            weights = [sum(p.numel() for p in layer.parameters.values()) for layer in chain.layers]
-        elif world.mesh.platform.decides(world.mesh.rank):
-            with torch.random.fork_rng(devices=[]):  # the other ranks draw nothing here
-                repeats = REPEATS if world.mesh.platform.measured else 1
-                costs = measure(model, chain, forward, world.mesh.device, repeats, world.mesh.now)
-            weights = [cost.forward_seconds + cost.backward_seconds for cost in costs]
-        weights = world.agree_on(weights, "times of the layers")[0]
+            weights = [float(sum(p.numel() for p in layer.parameters.values())) for layer in chain.layers]
+        else:
+            weights = _times(model, chain, world, forward)
         blocks = weights[1:-1]
         blocks[0] += weights[0]
         blocks[-1] += weights[-1]
         firsts = [0, *(block + 1 for block in balance(blocks, chunks)[1:])]
     return [*firsts, len(chain.layers)]
+
+
+def _times(model: nn.Module, chain: Chain, world: Comm, forward: Callable[[], Any]) -> list[float]:
+    """The seconds of each layer on the rank that measures them, on all ranks.
+
+    Raises:
+        ModelError: the model failed there; on that rank its own error.
+    """
+    times: list[float] = []
+    failed: Exception | None = None
+    if world.mesh.platform.decides(world.mesh.rank):
+        try:
+            with torch.random.fork_rng(devices=[]):  # the other ranks draw nothing here
+                repeats = REPEATS if world.mesh.platform.measured else 1
+                costs = measure(model, chain, forward, world.mesh.device, repeats, world.mesh.now)
+            times = [cost.forward_seconds + cost.backward_seconds for cost in costs]
+        except Exception as error:
+            failed = error
+    text = f"{type(failed).__name__}: {failed}" if failed else ""
+    times, text = world.agree_on([times, text], "times of the layers")[0]
+    if failed is not None:
+        raise failed
+    if text:
+        raise ModelError(
+            f"The times of the layers were measured on rank 0, where the example failed in the model ({text}). Correct "
+            f"the model or the example."
+        )
+    return list(map(float, times))
 
 
 def _refuse_other_ways(chain: Chain, world: Comm) -> None:
