@@ -28,7 +28,7 @@ from zeroshard.comm.disagreement import disagreement
 from zeroshard.comm.hang_detector import PATIENCE, DeviceDetector, HangDetector
 from zeroshard.comm.mesh import Mesh, MessageGroups, part_of
 from zeroshard.comm.over_budget import over_budget_elsewhere
-from zeroshard.comm.pending import Exchange, InPlace, Naming, Pending, Position, SideBySide
+from zeroshard.comm.pending import Exchange, InPlace, Naming, Pending, Position, SideBySide, left_elsewhere
 from zeroshard.comm.rendezvous import SHORTEST, give_up
 from zeroshard.errors import CommError, PlanError
 from zeroshard.memory.zeros import zeros
@@ -449,7 +449,7 @@ class Comm:
         elsewhere = over_budget_elsewhere(self.mesh)
         if elsewhere is not None:
             raise elsewhere
-        first = self.failure()
+        first = left_elsewhere(self.mesh) or self.failure()
         if first:
             raise CommError(f"Rank {rank} stopped in '{place.label}' because {first}")
         silent = []

@@ -1,4 +1,4 @@
-"""Collectives in flight, which end with a watched wait; and passes that a rank left without ending them.
+"""Collectives in flight, which end with a watched wait; and passes and calls that a rank left without ending them.
 
 [Note: left passes] A loop that catches errors (`except Exception: continue`) on one rank alone is a batch ahead of the
 others from then on, and each step would sum gradients of unlike batches. So each rank counts the forwards for training
@@ -6,6 +6,11 @@ whose outputs never got a gradient, and the backwards that ended in an error; th
 counts, in a message that is sent anyway. A step does not reset them: ranks that left equally many passes are at the
 same batch again, as after `discard_batch` on all. Forwards without gradients do not count, nor those in evaluation
 mode, unless the model is trained in it.
+
+[Note: left calls] Stages send each other messages in the middle of a step, so an error of one rank leaves the others in
+waits that never end. That rank writes its error into the store, with the number of the call, and a rank that waits long
+raises it, unless it met an error in that call itself. What was sent in such a call would be taken for a message of the
+next, so once a call has ended with something under way, no rank goes on. Evaluations are counted for each data rank.
 """
 
 import time
@@ -13,14 +18,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from typing import NamedTuple, Protocol
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from zeroshard.comm.disagreement import at_unlike_batches
 from zeroshard.comm.mesh import Mesh
 from zeroshard.comm.over_budget import announce_over_budget
 from zeroshard.comm.process_groups import ABANDONED
+from zeroshard.comm.rendezvous import give_up
 from zeroshard.errors import BudgetExceeded, CommError
 from zeroshard.memory.ledger import Arena
 from zeroshard.platform import ranges
@@ -147,9 +155,11 @@ class Pending:
                     self._comm.wait(self._work, self._place)
             else:
                 self._comm.wait(self._work, self._place)
-        except CommError:
+        except CommError as error:
             if self._comm.mesh.lease is not None:
                 self._comm.mesh.lease.broken = True
+            for engine in engines_over_stages(self._comm.mesh):
+                engine.break_off(error)
             raise
         if heartbeat is not None:
             heartbeat.leave()
@@ -349,7 +359,7 @@ class LeftPasses:
 
     def fail(self, error: BaseException) -> None:
         """Remember an error of this rank's own, for the errors of the other ranks."""
-        if not isinstance(error, CommError) and not self._caught:
+        if not (isinstance(error, CommError) or getattr(error, "expected", False) or self._caught):
             self._caught.append(f"{type(error).__name__}: {error}".partition("\n")[0][:SHOWN])
 
     @contextmanager
@@ -396,3 +406,95 @@ class LeftPasses:
         """Count the open forwards for good."""
         self._left, self._updates = left, updates
         self._open.clear()
+
+
+ANNOUNCED = 2000  # letters of an error that ends a call on all ranks
+BROKEN = "broken"  # the key of an engine that takes no further call
+_engines: WeakKeyDictionary[Store, "WeakSet[LeftCalls]"] = WeakKeyDictionary()
+
+
+class LeftCalls:
+    """The calls of one engine over stages, which its ranks make together ([Note: left calls]).
+
+    Args:
+        key: of the engine in the store; place: of this rank, for errors.
+        kinds: of calls, each with a name that only the ranks that make them together have.
+
+    Attributes:
+        numbers: of calls so far, by kind.
+        caught: the last error of this rank's own in a call.
+    """
+
+    def __init__(self, mesh: Mesh, key: str, place: str, kinds: Sequence[str]) -> None:
+        self._failures, self._key, self._place = mesh.failures, key, place
+        self.numbers, self._left = dict.fromkeys(kinds, 0), dict.fromkeys(kinds, 0)
+        self._broken, self.caught = "", list[str]()
+        if mesh.failures is not None:
+            _engines.setdefault(mesh.failures, WeakSet()).add(self)
+
+    @contextmanager
+    def call(self, kind: str, name: str, under_way: Callable[[], frozenset[object]]) -> Iterator[None]:
+        """Count a call, which an error of this rank's own ends on all of them; refuse it after one that was broken off.
+
+        Args:
+            under_way: the microbatches and messages under way.
+        """
+        self.numbers[kind] += 1
+        before = under_way()
+        try:
+            if self._broken:
+                raise CommError(self._broken)
+            yield
+        except Exception as error:
+            self._left[kind] = self.numbers[kind]
+            if not isinstance(error, BudgetExceeded | CommError):
+                self.caught = [_text(error)]
+                self._write(kind, f"{self.numbers[kind]} {self._place} left {name} in an error ({_text(error)})")
+            if under_way() != before:
+                self.break_off(error)
+            raise
+
+    def break_off(self, error: BaseException) -> None:
+        """Refuse all later calls of the engine, on all ranks, after an error in the middle of one."""
+        if not self._broken:
+            self._broken = (
+                f"A call of this engine ended in its middle on {self._place} ({_text(error)}), and messages between "
+                f"stages are still under way, so it takes no further call. Let errors end the job; or make a new "
+                f"engine on all ranks and load a checkpoint."
+            )
+            self._write(BROKEN, f"0 {self._broken[0].lower()}{self._broken[1:]}")
+
+    def elsewhere(self) -> str | None:
+        """The error with which another rank left a call that this one has not left by an error."""
+        assert self._failures is not None
+        for kind, left in {**self._left, BROKEN: 0 if self._broken else -1}.items():
+            if self._failures.check([f"{self._key}/{kind}"]):
+                number, _, text = self._failures.get(f"{self._key}/{kind}").decode().partition(" ")
+                if int(number) > left:
+                    return text
+        return None
+
+    def _write(self, kind: str, text: str) -> None:
+        if self._failures is not None:
+            try:
+                self._failures.set(f"{self._key}/{kind}", text)
+            except dist.DistError:
+                give_up(self._failures)
+
+
+def engines_over_stages(mesh: Mesh) -> tuple[LeftCalls, ...]:
+    """The calls of these ranks' engines over stages."""
+    return () if mesh.failures is None else tuple(_engines.get(mesh.failures, ()))
+
+
+def left_elsewhere(mesh: Mesh) -> str | None:
+    """The error with which another rank left a call of an engine; None without one.
+
+    Raises:
+        DistError: the store is gone.
+    """
+    return next(filter(None, (engine.elsewhere() for engine in engines_over_stages(mesh))), None)
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:ANNOUNCED]

@@ -113,6 +113,10 @@ class Executor:
         self._chunks.begin(actions)
         self.interpreter.run(actions)
 
+    def under_way(self) -> frozenset[object]:
+        """The microbatches and messages between their first and their last action."""
+        return frozenset[object]((*self._flights, *self._out, *self.messages.awaited))
+
     def restart(self) -> None:
         """Count versions anew; nothing is in flight."""
         self._chunks.restart()

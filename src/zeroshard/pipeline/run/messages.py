@@ -5,7 +5,7 @@ ranks with different batches get an error, and no shape is sent.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -83,6 +83,11 @@ class Messages:
         """The collectives of all ranks of the pipeline."""
         return self._comm
 
+    @property
+    def awaited(self) -> Iterable[str]:
+        """The names of messages that this rank has posted a buffer for."""
+        return self._posted
+
     def shapes(self, microbatch: Any, forward: Callable[[], Any]) -> dict[int, Boundary]:
         """The messages of this rank's chunks, by the layer after each boundary."""
         flat = type(microbatch) is tuple and all(type(leaf) is Tensor for leaf in microbatch)  # pytrees are slow
@@ -158,8 +163,9 @@ class Messages:
 
         If the message is scattered, a collective call of the replica's ranks; the buffer may then end in padding.
         """
-        pending, buffer = self._posted.pop(name)
+        pending, buffer = self._posted[name]
         pending.wait()
+        del self._posted[name]
         if name in self._gathers:
             buffer, gather = self._gathers.pop(name)
             gather(buffer)

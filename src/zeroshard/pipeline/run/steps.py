@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from zeroshard.comm.collectives import Comm, Purpose
-from zeroshard.errors import PlanError
+from zeroshard.comm.disagreement import went_on
+from zeroshard.comm.pending import LeftCalls
+from zeroshard.errors import CommError, PlanError
 from zeroshard.parts.part import Parts
 from zeroshard.pipeline.cut.bypass import NUMBERS, SentValues
 from zeroshard.pipeline.cut.origins import ReturnedValue
@@ -29,8 +31,10 @@ from zeroshard.step.losses import DOUBLE, REPORT, LossReport, SameBatches, StepL
 from zeroshard.step.sequence import Run, StepOrder, StepSequence
 
 LOANS = {Kind.LEND: Purpose.LEND_WEIGHTS, Kind.REPAY: Purpose.REPAY_GRADIENTS}
+STEPS = "steps"  # and flushes: the calls that all ranks make together
 LEAVING = (Kind.SEND_FORWARD, Kind.RECEIVE_BACKWARD)  # messages of the activation that leaves a chunk
-WORD = struct.Struct("<dd?I")  # of a rank: squared norm, share of the loss, whether its losses are finite, its batch
+# Of a rank: squared norm, share of the loss, whether its losses are finite, the number of its call, its batch.
+WORD = struct.Struct("<dd?II")
 
 
 class ThisStage:
@@ -41,6 +45,7 @@ class ThisStage:
         losses: of microbatches at the end of the model, means times their weights, since the last `total`.
         batches: since the last comparison of ranks that work on the same data.
         mean: the mean loss of the last step, where it is known.
+        calls: of the engine, on this rank.
     """
 
     whole = False
@@ -49,6 +54,8 @@ class ThisStage:
         self._stage, self.comm, self._reported = stage, comm, losses
         self.losses: dict[int, Tensor] = {}
         self.batches = SameBatches(_on_same_data(stage))
+        place, key = f"rank {stage.rank} of stage {stage.number}", f"left/{stage.world.session}"
+        self.calls = LeftCalls(stage.world.mesh, key, place, (STEPS, _evaluations(stage)))
         self.mean: Tensor | None = None
 
     def widen(self, agreed: Agreed, reports: Sequence[LossReport], step: int) -> Agreed:
@@ -81,9 +88,13 @@ class AllStages(ThisStage):
         loss, report = float(self.total()) if stage.is_last else 0.0, self._reported.report
         if stage.place:  # the first rank that works on a batch reports its losses
             loss, report = 0.0, LossReport()
-        word = WORD.pack((agreed.norm * gain) ** 2, loss, agreed.finite, *self.batches.read()) + REPORT.pack(*report)
+        word = WORD.pack(
+            (agreed.norm * gain) ** 2, loss, agreed.finite, self.calls.numbers[STEPS], *self.batches.read()
+        )
+        word += REPORT.pack(*report)
         frames = self.comm.agree(word, f"agreement of all stages, {step}")
         answers = [WORD.unpack_from(frame) for frame in frames]
+        self._refuse_unlike([number for *_, number, _ in answers])
         squares = sum(answers[layout.members(s)[0]][0] for s in range(layout.stages))
         every = [LossReport(*REPORT.unpack_from(frame, WORD.size)) for frame in frames]
         dtype = torch.float64 if any(each.kinds & DOUBLE for each in every) else None
@@ -93,8 +104,22 @@ class AllStages(ThisStage):
             whole = self._reported.close(every, stage.data_ranks)
         finally:
             self.batches.clear()
-        finite = all(finite for _, _, finite, _ in answers)
+        finite = all(finite for _, _, finite, *_ in answers)
         return Agreed(math.sqrt(squares) * whole, agreed.written, finite, gain * whole)
+
+    def _refuse_unlike(self, numbers: Sequence[int]) -> None:
+        """Refuse ranks of which some have begun more calls: they went on after an error before their first message."""
+        most, least = max(numbers), min(numbers)
+        if most > least:
+            ahead, behind = numbers.index(most), numbers.index(least)
+            errors = self.comm.agree_on(self.calls.caught, "errors of calls")
+            error = CommError(
+                f"The ranks are at unlike batches: rank {ahead} is in call {most} of engine.train_step() and flush(), "
+                f"and rank {behind} in call {least}.{went_on(ahead, errors[ahead])} The step was not taken. Let errors "
+                f"end the job, and check batches on all ranks before the step."
+            )
+            self.calls.break_off(error)
+            raise error
 
 
 def scope_of(stage: Stage, comm: Comm, losses: StepLosses) -> ThisStage:
@@ -135,6 +160,10 @@ class PipelineOrder(StepOrder):
 
     def step(self, batch: Any) -> Tensor | None:
         """One step on this data rank's batch; returns the mean loss on ranks that have it, else None."""
+        with self._scope.calls.call(STEPS, "engine.train_step()", self.executor.under_way):
+            return self._step(batch)
+
+    def _step(self, batch: Any) -> Tensor | None:
         stage, executor, scope = self.stage, self.executor, self._scope
         pipeline, rank = stage.pipeline, stage.rank
         refuse_last_hook(stage.chain.layers, stage.firsts)
@@ -167,6 +196,10 @@ class PipelineOrder(StepOrder):
 
     def flush(self) -> None:
         """Finish the microbatches in flight; all stages then have weights that saw the same microbatches."""
+        with self._scope.calls.call(STEPS, "engine.flush()", self.executor.under_way):
+            self._flush()
+
+    def _flush(self) -> None:
         rest = self.stage.pipeline.rest(self.stage.rank, self.fed)
         self.executor.run(rest)
         self.executor.restart()
@@ -191,7 +224,12 @@ class PipelineOrder(StepOrder):
                 f"A model in {stage.pipeline.layout.stages} stages is trained by engine.train_step(batch), which runs "
                 f"forwards and backwards in the order of the schedule; to evaluate it, call it inside torch.no_grad()."
             )
-        self.flush()
+        with self._scope.calls.call(_evaluations(self.stage), "engine(...)", self.executor.under_way):
+            self.flush() if stage.pipeline.streams else self._flush()  # data ranks evaluate apart where steps flush
+            return self._evaluate(args, kwargs)
+
+    def _evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        stage = self.stage
         call: Run = lambda batch: self._model(*batch[0], **batch[1])  # noqa: E731
         batch = (args, kwargs)
         actions = stage.pipeline.evaluation(stage.rank, stage.data_rank)
@@ -255,6 +293,11 @@ class PipelineOrder(StepOrder):
             purpose, elements = message
             planned[purpose] = planned.get(purpose, 0) + elements
         return planned
+
+
+def _evaluations(stage: Stage) -> str:
+    """The calls that the ranks of one data rank make together."""
+    return f"evaluations of data rank {stage.data_rank}"
 
 
 def _on_same_data(stage: Stage) -> list[list[int]]:
