@@ -52,12 +52,17 @@ def leave(engine: Any, what: str, states: bool = True) -> list[LeftStates]:
         what: the call, for messages.
 
     Raises:
-        PlanError: the model was changed where it has not all of its parameters whole.
+        PlanError: gradients of a step are there; or the model was changed where it has not all parameters whole.
     """
     model, parts, optimizer, writes = engine.model, engine._assembly.parts, engine.optimizer, engine._forward.writes
     writes.grows = True  # new parameters are no mistake here
+    engine.flush()  # microbatches in flight, too
+    if engine._backward.count:
+        writes.grows = False
+        raise PlanError(
+            f"{what} comes when gradients of a step are there. Call engine.step() or engine.zero_grad() before it."
+        )
     engine._discard()
-    engine.flush()
     engine._savings.wait()
     held = _parameters_of(parts)
     before, members = parameters_before(engine._stage), engine._unfreezing.members

@@ -144,10 +144,6 @@ def _refuse(engine: Any, what: str) -> None:
     """Refuse to take a model from its engine now."""
     if engine._forward.writes.allowed:
         raise PlanError(f"{what} stands inside `with engine.gathered():`; write it after the block.")
-    if engine._backward.count:
-        raise PlanError(
-            f"{what} comes when gradients of a step are there. Call engine.step() or engine.zero_grad() before it."
-        )
     refuse_forwards(engine.model, what)
 
 
