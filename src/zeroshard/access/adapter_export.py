@@ -122,7 +122,7 @@ def plan_adapter(whole: TensorTable, model: Any, adapter: str | None) -> ExportP
     }
     sources = {id(tensor): n for n, tensor in empty.items()}
     groups = [prompt_group(model, name, held.values())] if name in getattr(model, "prompt_encoder", ()) else []
-    for key, tensor in ({} if groups else _state_dict_of_adapter(model, name, empty | tied)).items():
+    for key, tensor in ({} if groups else tensors_in_files(model, name, empty | tied)).items():
         if id(tensor) not in sources:
             raise PlanError(
                 f"The files of an adapter by {model.peft_config[name].peft_type.value} have '{key}', which is no "
@@ -371,7 +371,7 @@ def _adapter_of(model: Any, adapter: str | None) -> str:
     return name
 
 
-def _state_dict_of_adapter(model: Any, adapter: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
+def tensors_in_files(model: Any, adapter: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of an adapter's files, under their names there: some of `state`, whose values are not read."""
     from peft import get_peft_model_state_dict
 

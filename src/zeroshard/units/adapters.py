@@ -160,7 +160,8 @@ def _fill_as_peft(
     for key, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
         if key not in first or not torch.equal(first[key], last[key]) or first[key].shape != tensor.shape:
             raise _of_base(path, module)
-        tensor.copy_(first[key])
+        if tensor.is_contiguous():  # or it has one value for all elements, until it is read from a file
+            tensor.copy_(first[key])
     drawn.add(kind)
 
 

@@ -71,9 +71,10 @@ class Materialiser:
         self._paths = {module: path for path, module in model.named_modules()}
         self._seed = seed
         self._initialise, self._of_adapters = initialise, initialisers_of(model)
-        self.magnitudes = [name for name in magnitudes_of(model) if model.get_parameter(name).is_meta]
         self._files = initialise if isinstance(initialise, FileValues) else None
         self._names = {parameter: name for name, parameter in model.named_parameters()}
+        magnitudes = {name: model.get_parameter(name) for name in magnitudes_of(model)}
+        self.magnitudes = [name for name, p in magnitudes.items() if p.is_meta and not self._is_read(p)]
         self._drawn: list[nn.Parameter] = []  # with initial values to set aside
         self._done: set[nn.Module] = set(skip)
         self._real: dict[nn.Parameter, nn.Parameter] = {}

@@ -12,12 +12,15 @@ from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack
 import torch
 from torch import nn
 
+from zeroshard.access.adapter_export import ADAPTER_CONFIG
+from zeroshard.checkpoint.manifest import MANIFEST
 from zeroshard.checkpoint.weights import Shards, files_of
 from zeroshard.comm.collectives import Comm
 from zeroshard.comm.mesh import Mesh, shared_mesh
 from zeroshard.engine import Engine
 from zeroshard.engine.engine import LossFunction
 from zeroshard.errors import CheckpointError, ConfigError, ModelError, ZeroshardError
+from zeroshard.interop.huggingface.adapter_files import adapter_file, stored_config
 from zeroshard.interop.huggingface.conversion import Renamed, pretrained_part
 from zeroshard.interop.huggingface.pretrained import MatchedValues, PretrainedFiles
 from zeroshard.interop.huggingface.quantized import package, quantise
@@ -32,6 +35,16 @@ from zeroshard.validation.arguments import check_arguments, check_options
 LOG = logging.getLogger(__name__)
 CONFIG = "config.json"
 MISSING = ("refuse", "initialise")
+BUILT = 'To change the model itself, build it under torch.device("meta") and pass it as model=.'
+INSTEAD = {  # of options of transformers
+    "torch_dtype": "Pass dtype=.",
+    "device_map": "The plan says where tensors are.",
+    "quantization_config": "Pass quantized=.",
+    "load_in_4bit": 'Pass quantized="nf4".',
+    "load_in_8bit": 'Pass quantized="int8".',
+    "ignore_mismatched_sizes": 'Pass strict=False and missing="initialise".',
+    "trust_remote_code": "Code beside a configuration is not run: import its class and pass model=.",
+}
 DRAWING = ("kaiming_normal_", "kaiming_uniform_", "normal_", "trunc_normal_", "uniform_")
 Result = TypeVar("Result")
 
@@ -46,7 +59,8 @@ class LoadOptions(TypedDict, total=False):
             dtype in which they are computed with is the plan's.
         quantized: "nf4", "fp4" or "int8" for linear layers of bitsandbytes in place of the model's, which are quantised
             while they are read; or a `BitsAndBytesConfig` of transformers. They are frozen.
-        adapters: a configuration of peft, such as a `LoraConfig`, for adapters that are put into the model.
+        adapters: a configuration of peft, such as a `LoraConfig`, for adapters that are put into the model; or a folder
+            that peft or `engine.export(adapters=True)` wrote, whose adapters are trained further.
     """
 
     strict: bool
@@ -122,7 +136,8 @@ def _opened(path: Path, model: type | nn.Module | None, plan: Plan, options: Loa
     missing = options.get("missing", "refuse")
     if unknown := sorted(options.keys() - LoadOptions.__annotations__.keys()):
         raise ModelError(
-            f"from_pretrained has no option {unknown[0]!r}; it has {', '.join(LoadOptions.__annotations__)}."
+            f"from_pretrained has no option {unknown[0]!r}; it has {', '.join(LoadOptions.__annotations__)}. "
+            f"{INSTEAD.get(unknown[0], BUILT)}"
         )
     if missing not in MISSING:
         raise ModelError(f"missing is {missing!r}; it is one of {', '.join(map(repr, MISSING))}.")
@@ -134,13 +149,19 @@ def _opened(path: Path, model: type | nn.Module | None, plan: Plan, options: Loa
     built = model if isinstance(model, nn.Module) else build(path, model, options.get("dtype"))
     stored = quantisation_of(getattr(pretrained_part(built)[1], "config", None))
     quantise(built, path, options.get("quantized"), Precision.named(plan.precision).compute)
-    if options.get("adapters") is not None:
+    adapters, file = options.get("adapters"), None
+    if isinstance(adapters, str | PathLike):
+        adapters, file = stored_config(Path(adapters)), adapter_file(Path(adapters))
+    if adapters is not None:
         peft = package("peft", "adapters=", "peft")
         try:
-            built = peft.get_peft_model(built, options["adapters"])
+            built = peft.get_peft_model(built, adapters)
         except Exception as error:  # of any class, as of no module with one of the given names
-            raise ModelError(f"peft refuses adapters={type(options['adapters']).__name__}(...): {error}") from error
-    files = PretrainedFiles(path, built, stored)
+            raise ModelError(
+                f"peft refuses adapters={type(adapters).__name__}(...): {error}. The base is on the meta device; where "
+                f"its values are needed, attach the adapters to a base that has them, and give the model to zs.Engine."
+            ) from error
+    files = PretrainedFiles(path, built, stored, file)
     return _Opened(files, b"" if rank else json.dumps(files.renamed()).encode())
 
 
@@ -159,9 +180,7 @@ def build(folder: Path, kind: type | None, dtype: torch.dtype | str | None = Non
     if folder.is_file():
         raise ModelError(f"{folder} is a file of weights without a {CONFIG}; give its folder, or pass model= too.")
     if folder.is_dir() and not (folder / CONFIG).is_file():
-        raise ModelError(
-            f"{folder} has no {CONFIG}; give the folder of a model that save_pretrained wrote, or a model."
-        )
+        raise _without_config(folder)
     config = _config_of(folder, kind, transformers)
     kind = _class_of(config, folder, transformers) if kind is None else kind
     make = getattr(kind, "_from_config", None) or getattr(kind, "from_config", None)
@@ -189,6 +208,21 @@ def build(folder: Path, kind: type | None, dtype: torch.dtype | str | None = Non
     if (folder / "generation_config.json").is_file() and hasattr(built, "generation_config"):
         built.generation_config = transformers.GenerationConfig.from_pretrained(str(folder), local_files_only=True)
     return built
+
+
+def _without_config(folder: Path) -> ModelError:
+    """The error about a folder that holds no model, with the call that takes it."""
+    adapters = _table_in(folder / ADAPTER_CONFIG)
+    if adapters:
+        base = adapters.get("base_model_name_or_path") or "BASE"
+        found, way = "is a folder of adapters", f"call zs.from_pretrained({base!r}, ..., adapters={str(folder)!r})"
+    elif (folder / MANIFEST).is_file():
+        found, way = "is a checkpoint of an engine", "call engine.load() with it, or `zeroshard export` it first"
+    elif (folder / "model_index.json").is_file():
+        found, way = "is a pipeline of diffusers", "give the folder of one model in it, with model="
+    else:
+        found, way = f"has no {CONFIG}", "give the folder of a model that save_pretrained wrote, or a model"
+    return ModelError(f"{folder} {found}; {way}.")
 
 
 def _config_of(folder: Path, kind: type | None, transformers: Any) -> Any:

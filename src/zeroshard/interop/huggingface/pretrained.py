@@ -19,6 +19,7 @@ from zeroshard.checkpoint.boxes import Box, BoxValues, intersection
 from zeroshard.checkpoint.stream import CODES, bytes_of
 from zeroshard.checkpoint.weights import LoadReport, Shards, files_of
 from zeroshard.errors import CheckpointError, ModelError
+from zeroshard.interop.huggingface.adapter_files import adapter_tensors
 from zeroshard.interop.huggingface.conversion import (
     ModelTensors,
     Renamed,
@@ -113,6 +114,7 @@ class PretrainedFiles:
 
     Args:
         quantisation: of `quantisation_of`, of the files; by default as the model's configuration says.
+        adapters: a file of the model's adapters, if they have values.
 
     Attributes:
         path: of a folder or file.
@@ -125,13 +127,20 @@ class PretrainedFiles:
         CheckpointError: the files cannot be read.
     """
 
-    def __init__(self, path: Path, model: nn.Module, quantisation: Mapping[str, Any] | None = None) -> None:
-        self.path, self.model = path, model
+    def __init__(
+        self,
+        path: Path,
+        model: nn.Module,
+        quantisation: Mapping[str, Any] | None = None,
+        adapters: Path | None = None,
+    ) -> None:
+        self.path, self.model, self._file = path, model, adapters
         _, self.part = pretrained_part(model)
-        self.shards = Shards(path, files_of(path))
+        self.shards = Shards(path, files_of(path) | ({} if adapters is None else {adapters: None}))
         config = getattr(self.part, "config", None)
         scaled = ScaledShards(self.shards, quantisation_of(config) if quantisation is None else quantisation)
         plain = {name: StoredTensor(scaled, name, scaled.dtype(name)) for name in scaled.shapes}
+        self._adapters = {name: plain.pop(name) for name in list(plain) if self.shards.file_of(name) == adapters}
         self.stored = by_own_names(with_microscaled(plain, self.shards))
         self.wanted = Wanted.of(model)
         self._own = own_names(model)
@@ -153,6 +162,8 @@ class PretrainedFiles:
             names = self.renamed()
         found = model_tensors(self.model, self.stored, self._own, names)
         found.tensors = quantised_tensors(self.model, found.tensors)
+        if self._file is not None:
+            found.tensors |= adapter_tensors(self.model, self._file, self._adapters)
         return found
 
 
