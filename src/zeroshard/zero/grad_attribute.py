@@ -113,7 +113,7 @@ class ShownGradients:
                 for parameter, number, each, shown in zip(fresh, numbers, gradients, held, strict=True):
                     # Autograd has put its own there; or it is None, taken away by the user: `discarded` is to find it.
                     # One that came twice is one sum, and its placeholder is there again.
-                    if each is not shown and each is not None and parameter.grad is each:
+                    if parameter.grad is each and each is not shown and each is not None:
                         self._views[number].add_(each.detach())
                         self._show(parameter, number, shown)
         return numbers, self._filled(numbers), {}
