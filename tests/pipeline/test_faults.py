@@ -316,6 +316,7 @@ def misuse(mesh: zs.Mesh) -> dict[str, Any]:
         "gathered": said(whole),
         "rows": said(engine.train_step, (data(0, 0, 1, 3), 0)),
         "unlike": said(engine.train_step, (data(0, 0, 1, 8), torch.zeros(4))),
+        "argument": said(evaluate, engine, (*batch, 3)),
     }
     result = engine.train_step(batch)
     found["loss"] = None if result.loss is None else result.loss.item()
@@ -329,6 +330,7 @@ def test_what_a_pipeline_does_not_do_is_refused_and_breaks_nothing(pool: Pool) -
     words["forward"] = ("PlanError", "inside torch.no_grad()")
     words["rows"] = ("BatchError", "A batch of 3 does not make 4 microbatches; give 4 rows or more")
     words["unlike"] = ("BatchError", "first dimensions [4, 8]")
+    words["argument"] = ("TypeError", "argument")
     words["example"] = ("PlanError", "pass Engine(..., example=one microbatch)")
     torch.manual_seed(0)
     loss = Plain()(data(0, 0, 1, 8)).item()
@@ -336,7 +338,7 @@ def test_what_a_pipeline_does_not_do_is_refused_and_breaks_nothing(pool: Pool) -
         for name, (kind, text) in words.items():
             assert found[name][0] == kind, name
             assert text in found[name][1]
-            assert "train_step" in found[name][1] or name in ("rows", "unlike", "example")
+            assert "train_step" in found[name][1] or name in ("rows", "unlike", "argument", "example")
         assert found["loss"] == pytest.approx(loss, rel=1e-5)
 
 

@@ -1,5 +1,6 @@
 """Steps and evaluations of a model in stages."""
 
+import inspect
 import math
 import struct
 from collections import Counter
@@ -14,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from zeroshard.comm.collectives import Comm, Purpose
 from zeroshard.comm.disagreement import went_on
 from zeroshard.comm.pending import LeftCalls
-from zeroshard.errors import CommError, PlanError
+from zeroshard.errors import CommError, ModelError, PlanError
 from zeroshard.parts.part import Parts
 from zeroshard.pipeline.cut.bypass import NUMBERS, SentValues
 from zeroshard.pipeline.cut.origins import ReturnedValue
@@ -226,7 +227,12 @@ class PipelineOrder(StepOrder):
             )
         with self._scope.calls.call(_evaluations(self.stage), "engine(...)", self.executor.under_way):
             self.flush() if stage.pipeline.streams else self._flush()  # data ranks evaluate apart where steps flush
-            return self._evaluate(args, kwargs)
+            try:
+                return self._evaluate(args, kwargs)
+            except ModelError as error:
+                if isinstance(error.__cause__, TypeError):  # perhaps of arguments that the forward does not take
+                    inspect.signature(type(self._model).forward).bind(self._model, *args, **kwargs)
+                raise
 
     def _evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         stage = self.stage
