@@ -2,6 +2,8 @@
 
 import copy
 import functools
+import weakref
+from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -314,6 +316,53 @@ def test_another_plan_goes_on_with_the_states(pool: Pool, plan: str) -> None:
 def test_a_second_engine_takes_the_weights_over(pool: Pool, plan: str, given: bool) -> None:
     ranks, settings = PLANS[plan]
     follows(pool.run(train_by_two, ranks, settings, given), plain("adamw", "thaw", keeps_states=False))
+
+
+def described(model: nn.Module) -> dict[str, Any]:
+    """The attributes, numbers of hooks and sizes of each module."""
+    tables = ("_forward_hooks", "_forward_pre_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks")
+    return {
+        path: (set(vars(module)), [len(getattr(module, name)) for name in tables], repr(module))
+        for path, module in model.named_modules()
+    }
+
+
+def kept(mesh: zs.Mesh, settings: dict[str, Any]) -> dict[str, Any]:
+    """The user's hooks and groups on every rank, after a plan without stages or splits."""
+    model, seen = build(), Counter[str]()
+    hooked = model.blocks[3].up
+    hooked.weight.register_hook(lambda gradient: seen.update(["gradient"]))
+    hooked.register_forward_hook(lambda module, args, output: seen.update(["forward"]))
+    before, between = described(model), []
+
+    def add(model: nn.Module) -> None:
+        between.append(described(model))
+        model.blocks.append(Block())  # type: ignore[union-attr, operator]
+
+    engine = zs.Engine(model, OPTIMIZERS["sgd"], zs.Plan(**settings), mesh=mesh, example=batch(0)[:2])
+    forward, optimizer = weakref.ref(engine._forward), engine.optimizer
+    engine.train_step(batch(0))
+    engine.rebuild(
+        lambda model: [{"params": model.blocks[4].parameters(), "lr": 0.3}], change=add, plan=zs.Plan(zero=1)
+    )
+    seen.clear()
+    engine.train_step(batch(1))
+    rates = [group["lr"] for group in engine.optimizer.param_groups]
+    return {
+        "seen": seen,
+        "rates": rates,
+        "changed": [path for path, found in between[0].items() if found != before[path]],
+        "alive": forward() is not None,
+        "other": engine.optimizer is not optimizer,
+    }
+
+
+@pytest.mark.parametrize("plan", ["stages", "tensor", "vocabulary", "zb-h1"])
+def test_hooks_and_groups_stay_and_nothing_else(pool: Pool, plan: str) -> None:
+    for found in pool.run(kept, 2, PLANS[plan][1]):
+        assert found["seen"] == {"gradient": 1, "forward": 1}
+        assert found["rates"] == [0.1, 0.3]
+        assert found["changed"] == [] and not found["alive"] and not found["other"]
 
 
 def mistakes(mesh: zs.Mesh, settings: dict[str, Any]) -> list[str]:

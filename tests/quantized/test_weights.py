@@ -110,6 +110,25 @@ def test_statistics_of_packages_are_the_parameters(kind: str) -> None:
     assert made(x, target).item() != before
 
 
+def rebuild(mesh: zs.Mesh, kind: str) -> tuple[list[float], list[float]]:
+    """Losses of an engine in stages that is made anew; and of the plain model on every rank in between."""
+    engine, losses, between = engine_of(mesh, kind, PLANS["two stages"]), [], []
+    for step in range(STEPS):
+        if step == 1:
+            with torch.no_grad():
+                engine.rebuild(change=lambda model: between.append(model(*qlora.data(1)).item()))
+        losses.append(engine.train_step(own(engine, step)).loss.item())  # type: ignore[union-attr]
+    return losses, between
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_codes_of_other_stages_come_back(pool: Pool, kind: str) -> None:
+    needs(kind)
+    for losses, between in pool.run(rebuild, 2, kind):
+        assert losses == pytest.approx(plain(kind, STEPS), rel=2e-6)
+        assert between == pytest.approx(plain(kind, STEPS)[1:2], rel=2e-6)
+
+
 def save(mesh: zs.Mesh, kind: str, folder: str) -> float:
     engine = engine_of(mesh, kind, PLANS["stage 3"])
     engine.train_step(own(engine, 0))

@@ -30,7 +30,9 @@ TABLES = (  # of a module's hooks, and the tables that say how each is called
     ("_state_dict_pre_hooks", ()),
     ("_load_state_dict_pre_hooks", ()),
 )
-METHODS = (f"{OURS}access.forward_methods", f"{OURS}validation.model_checks")  # whose classes replace methods
+METHODS = tuple(  # modules whose classes replace methods
+    f"{OURS}{name}" for name in ("access.forward_methods", "validation.model_checks", "units.compiling")
+)
 
 
 class LeftStates(NamedTuple):
