@@ -31,7 +31,7 @@ from zeroshard.checkpoint.stream import bytes_of
 from zeroshard.errors import CheckpointError
 from zeroshard.text import format_names
 
-INDEX = "model.safetensors.index.json"
+INDEX, INDICES = "model.safetensors.index.json", ".safetensors.index.json"  # of transformers, and ends of others
 SINGLE = "model.safetensors"
 MOST_BYTES = 2**28  # limit on the size of an index
 FILE_NAME = re.compile(r"[^./\\\0][^/\\\0]*\.safetensors")
@@ -371,8 +371,9 @@ def files_of(path: Path) -> dict[Path, list[str] | None]:
     if path.is_dir():
         if (path / SINGLE).is_file():
             return {path / SINGLE: None}
-        if (path / INDEX).is_file():
-            return _indexed(path / INDEX)
+        indices = [path / INDEX] if (path / INDEX).is_file() else sorted(path.glob(f"*{INDICES}"))
+        if len(indices) == 1:
+            return _indexed(indices[0])
         inside = sorted(file for file in path.iterdir() if file.is_file())
         found = [file for file in inside if file.suffix == ".safetensors"]
         if len(found) == 1:
@@ -384,7 +385,7 @@ def files_of(path: Path) -> dict[Path, list[str] | None]:
     if not path.is_file():
         raise CheckpointError(f"{path} does not exist; give a safetensors file, a folder of them, or a checkpoint.")
     _refuse_pickle(path)
-    if path.name.endswith(".safetensors.index.json"):
+    if path.name.endswith(INDICES):
         return _indexed(path)
     if path.suffix != ".safetensors":
         raise CheckpointError(f"{path} is no safetensors file by its name; give one that ends in .safetensors.")

@@ -22,6 +22,7 @@ from zeroshard.engine.engine import LossFunction
 from zeroshard.errors import CheckpointError, ConfigError, ModelError, ZeroshardError
 from zeroshard.interop.huggingface.adapter_files import adapter_file, stored_config
 from zeroshard.interop.huggingface.conversion import Renamed, pretrained_part
+from zeroshard.interop.huggingface.diffusion import built_by_diffusers, diffusion_class
 from zeroshard.interop.huggingface.pretrained import MatchedValues, PretrainedFiles
 from zeroshard.interop.huggingface.quantized import package, quantise
 from zeroshard.interop.huggingface.scaled import quantisation_of
@@ -169,18 +170,23 @@ def build(folder: Path, kind: type | None, dtype: torch.dtype | str | None = Non
     """The model of a folder's configuration, on the meta device.
 
     Args:
-        kind: an auto class of transformers or a `PreTrainedModel`; by default as the configuration says.
+        kind: an auto class of transformers, a `PreTrainedModel`, or a class of diffusers; by default as the
+            configuration says.
         dtype: as in `LoadOptions`.
 
     Raises:
         ModelError: there is no configuration, or transformers refuses it.
     """
-    transformers = _transformers(folder)
     chosen = floating_dtype(None if dtype == "auto" else dtype)
     if folder.is_file():
         raise ModelError(f"{folder} is a file of weights without a {CONFIG}; give its folder, or pass model= too.")
     if folder.is_dir() and not (folder / CONFIG).is_file():
         raise _without_config(folder)
+    if of_diffusers := diffusion_class(folder / CONFIG, kind):
+        chosen = _dtype_of_files(folder) if dtype == "auto" else chosen
+        with _undrawn():
+            return built_by_diffusers(folder, of_diffusers, chosen)
+    transformers = package("transformers", f"building the model of {folder}", "hf")
     config = _config_of(folder, kind, transformers)
     kind = _class_of(config, folder, transformers) if kind is None else kind
     make = getattr(kind, "_from_config", None) or getattr(kind, "from_config", None)
@@ -219,7 +225,7 @@ def _without_config(folder: Path) -> ModelError:
     elif (folder / MANIFEST).is_file():
         found, way = "is a checkpoint of an engine", "call engine.load() with it, or `zeroshard export` it first"
     elif (folder / "model_index.json").is_file():
-        found, way = "is a pipeline of diffusers", "give the folder of one model in it, with model="
+        found, way = "is a pipeline of diffusers", "give the folder of one model in it"
     else:
         found, way = f"has no {CONFIG}", "give the folder of a model that save_pretrained wrote, or a model"
     return ModelError(f"{folder} {found}; {way}.")
@@ -278,11 +284,6 @@ def _registered(config: Any, names: Sequence[str], transformers: Any) -> type | 
     tables = [getattr(auto, "_model_mapping", None) for auto in vars(transformers.models.auto.modeling_auto).values()]
     found = (getattr(table, "_extra_content", {}).get(type(config)) for table in tables)
     return next((kind for kind in found if kind is not None and kind.__name__ in names), None)
-
-
-def _transformers(folder: Path) -> Any:
-    """The optional package transformers."""
-    return package("transformers", f"building the model of {folder}", "hf")
 
 
 @contextmanager
