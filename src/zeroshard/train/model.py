@@ -191,7 +191,7 @@ def _hugging_face(file: Path, vocabulary: int, context: int) -> nn.Module:
         config = transformers.AutoConfig.from_pretrained(str(file), local_files_only=True, trust_remote_code=False)
     _check_size(config, file, vocabulary, context)
     config.use_cache = False  # a cache of keys and values would take memory besides the activations
-    with _refusals(file):
+    with _refusals(file, next(iter(config.architectures or ()), "")):
         # Not on meta: there the buffers that no state dict holds (rotary frequencies, masks) would be lost, and
         # `_init_weights` of a module may set parameters of its children, so modules cannot be drawn one at a time.
         module: nn.Module = transformers.AutoModelForCausalLM.from_config(
@@ -212,14 +212,18 @@ def _transformers(file: Path) -> Any:
 
 
 @contextlib.contextmanager
-def _refusals(file: Path) -> Iterator[None]:
-    """Raise `ModelError` for any exception of transformers, which has no base class for them."""
+def _refusals(file: Path, named: str = "") -> Iterator[None]:
+    """Raise `ModelError` for any exception of transformers, which has no base class for them.
+
+    Args:
+        named: the class that the configuration names.
+    """
     try:
         yield
     except Exception as error:
         reason = str(error).partition("\n")[0].partition(". This could be")[0].rstrip(".")
         if reason.startswith("Unrecognized configuration class"):
-            raise ModelError(_no_language_model(file)) from error
+            raise ModelError(_no_language_model(file, named and f"{named}, which is ")) from error
         if "custom code" in reason:
             raise ModelError(
                 f"{file} names code of its own, which is not run; import it in code of yours, whose model returns the "
@@ -241,10 +245,11 @@ def _no_language_model(file: Path, named: str = "") -> str:
 def _check_size(config: Any, file: Path, vocabulary: int, context: int) -> None:
     if (named := reads_later_tokens(config)) is not None:
         raise ModelError(_no_language_model(file, f"{named}, which is "))
+    whole = "".join(f"{name}, which is " for name in (getattr(config, "architectures", None) or ())[:1])
     with _refusals(file):
         config = config.get_text_config()
     if not hasattr(config, "vocab_size"):
-        raise ModelError(_no_language_model(file))
+        raise ModelError(_no_language_model(file, whole))
     if config.vocab_size < vocabulary:
         raise ModelError(
             f"the model of {file} has a vocabulary of {config.vocab_size} and the tokenizer one of {vocabulary}; "

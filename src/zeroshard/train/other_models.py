@@ -1,16 +1,17 @@
 """Models of transformers that are no causal language models, with batches for the planner.
 
 A configuration names its class (`architectures`). The class's own auto mapping says which labels it takes: one of each
-token (masked and sequence-to-sequence language models, token classification), one of each row (classification of
-text, images and audio), the two ends of an answer, or none, where rows are contrasted with each other. Inputs have the
-sizes of the configuration. `zeroshard train` trains causal language models; these are trained in a loop or a Trainer.
+token (masked and sequence-to-sequence language models, text after images, token classification), one of each row
+(classification of text, images and audio), one of each pixel, letters of audio, the two ends of an answer, or none,
+where rows are contrasted with each other. Inputs have the sizes of the configuration; where they differ from class to
+class, a forward without values is tried. `zeroshard train` trains causal language models; these are trained in a loop
+or a Trainer.
 """
 
 import copy
 import importlib
-import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeroshard.errors import ModelError
 from zeroshard.interop.huggingface.quantized import package
+from zeroshard.train.image_inputs import (
+    arguments_of,
+    image_size,
+    images_beside_text,
+    patches_of,
+    placeholders,
+    text_with_images,
+    valueless,
+)
 
 LABELS = {  # auto mappings of transformers, by the labels of their models
     "token": ("MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "TOKEN_CLASSIFICATION"),
     "row": ("SEQUENCE_CLASSIFICATION", "IMAGE_CLASSIFICATION", "AUDIO_CLASSIFICATION"),
     "span": ("QUESTION_ANSWERING",),
+    "pixel": ("SEMANTIC_SEGMENTATION",),
+    "letter": ("CTC",),
+    "image": ("IMAGE_TEXT_TO_TEXT",),
 }
-CHANNELS = 3
+BESIDE_TEXT = "contrast", "image"
+TRIED = "image", "letter", "pixel"  # labels of classes whose inputs differ
+LETTERS = 4  # frames of audio for each letter of its text
 
 
 @dataclass(frozen=True)
@@ -34,14 +50,16 @@ class OtherModel:
 
     Attributes:
         kind: the class.
-        labels: "token", "row", "span" or "contrast".
+        labels: a key of `LABELS`, or "contrast".
         sequence: labels of a row of text, patches of an image, or frames of audio; 1 if these are not known.
+        image_tokens: tokens of a row of text that stand for its image.
     """
 
     kind: Any
     config: Any
     labels: str
     sequence: int
+    image_tokens: int = 0
 
     @property
     def name(self) -> str:
@@ -51,13 +69,18 @@ class OtherModel:
     @property
     def tokens(self) -> int:
         """Tokens of a row; 1 where layers have unlike numbers of them, as with audio, or with images beside text."""
-        alike = self.kind.main_input_name in ("input_ids", "pixel_values") and self.labels != "contrast"
+        alike = self.kind.main_input_name in ("input_ids", "pixel_values") and self.labels not in BESIDE_TEXT
         return self.sequence if alike else 1
+
+    @property
+    def reads_integers(self) -> bool:
+        """Whether the model reads values of its inputs: sizes of images, or the letters of audio."""
+        return self.labels in ("image", "letter")
 
     def build(self) -> nn.Module:
         """The model in fp32, with the values that transformers draws."""
         config = copy.deepcopy(self.config)
-        config.use_cache = False  # keys and values are kept for no later token
+        config.use_cache = config.get_text_config().use_cache = False  # keys and values are kept for no later token
         if getattr(config, "is_encoder_decoder", False):  # labels are the decoder's inputs, one token later
             for token in ("decoder_start_token_id", "pad_token_id"):
                 setattr(config, token, getattr(config, token, None) or 0)
@@ -67,16 +90,23 @@ class OtherModel:
         return made
 
     def batch(self, rows: int) -> dict[str, Any]:
-        """A batch of zeros with labels, as the model takes it."""
-        main, takes = self.kind.main_input_name, _arguments(self.kind)
+        """A batch with labels, as the model takes it: images beside text are ones, all else zeros."""
+        if self.labels == "image":
+            text = text_with_images(self.kind, self.config, (rows, self.sequence), self.image_tokens)
+            return text | self.images(rows) | self._labels(rows)
+        main, takes = self.kind.main_input_name, arguments_of(self.kind.forward)
         batch: dict[str, Any] = {}
         if "input_ids" in takes and main == "input_ids":
             batch["input_ids"] = _zeros(rows, self.sequence)
         if main == "pixel_values" or (self.labels == "contrast" and "pixel_values" in takes):
-            batch["pixel_values"] = torch.zeros(rows, *_image(self.config))
+            batch["pixel_values"] = torch.zeros(rows, *image_size(self.config))
         if main in ("input_features", "input_values"):
             batch[main] = torch.zeros(rows, *(_audio(self.config, self.sequence) or ()))
         return batch | self._labels(rows)
+
+    def images(self, rows: int) -> dict[str, Tensor]:
+        """An image for each row of text."""
+        return images_beside_text(self.kind, self.config, rows)
 
     def _labels(self, rows: int) -> dict[str, Any]:
         if self.labels == "contrast":
@@ -85,6 +115,11 @@ class OtherModel:
             return {"start_positions": _zeros(rows), "end_positions": _zeros(rows)}
         if self.labels == "row":
             return {"labels": torch.zeros(rows) if self.config.num_labels == 1 else _zeros(rows)}
+        if self.labels == "pixel":
+            return {"labels": _zeros(rows, *image_size(self.config)[1:])}
+        if self.labels == "letter":
+            letter = int(self.config.pad_token_id != 1)  # the token of padding is no letter
+            return {"labels": torch.tensor([[letter] * max(1, self.sequence // LETTERS)] * rows)}
         return {"labels": _zeros(rows, self.sequence)}
 
 
@@ -106,14 +141,44 @@ def other_model(file: Path, sequence: int) -> OtherModel | None:
     if not hasattr(kind, "main_input_name") or name in _classes(mappings, "CAUSAL_LM"):
         return None
     labels = next((key for key, names in LABELS.items() for each in names if name in _classes(mappings, each)), None)
-    if labels is None and "return_loss" in _arguments(kind):
+    if labels is None and "return_loss" in arguments_of(kind.forward):
         labels = "contrast"
     if labels is None or kind.main_input_name not in ("input_ids", "pixel_values", "input_features", "input_values"):
         return None
     length = min(sequence, _positions(config) or sequence)
     if kind.main_input_name in ("input_features", "input_values") and _audio(config, length) is None:
         return None
-    return OtherModel(kind, config, labels, _patches(config) if kind.main_input_name == "pixel_values" else length)
+    alone = kind.main_input_name == "pixel_values" and labels != "image"
+    found = OtherModel(kind, config, labels, patches_of(config) if alone else length)
+    return _tried(found) if labels in TRIED else found
+
+
+def _tried(model: OtherModel) -> OtherModel | None:
+    """The model with the tokens that stand for the image of a row; None if it makes no loss of its batch.
+
+    Raises:
+        ModelError: the text of a row is too short for its image.
+    """
+    try:
+        with valueless():
+            made = model.build()
+            if model.labels == "image":
+                model = replace(model, image_tokens=placeholders(made, model.config, model.images))
+                _check_length(model)
+            loss = made(**model.batch(1)).loss
+    except ModelError:
+        raise
+    except Exception:  # transformers has no base class of its errors
+        return None
+    return model if isinstance(loss, Tensor) else None
+
+
+def _check_length(model: OtherModel) -> None:
+    if model.image_tokens >= model.sequence:
+        raise ModelError(
+            f"an image is {model.image_tokens} tokens of a {model.name} and a row {model.sequence}, with its text; "
+            f"raise the sequence to more than {model.image_tokens}"
+        )
 
 
 def reads_later_tokens(config: Any) -> str | None:
@@ -134,36 +199,11 @@ def _classes(mappings: Any, task: str) -> set[str]:
     return {name for names in table.values() for name in ((names,) if isinstance(names, str) else names)}
 
 
-def _arguments(kind: Any) -> set[str]:
-    forward: Callable[..., Any] = kind.forward
-    return set(inspect.signature(forward).parameters)
-
-
 def _positions(config: Any) -> int | None:
     """The most tokens of a row of text, where tables of positions bound it."""
     text = getattr(config, "text_config", config)
     found = (getattr(text, name, None) for name in ("max_target_positions", "max_position_embeddings", "n_positions"))
     return next((int(most) for most in found if isinstance(most, int) and most > 0), None)
-
-
-def _image(config: Any) -> tuple[int, int, int]:
-    """Channels, height and width of an image."""
-    config = getattr(config, "vision_config", config)
-    side = getattr(config, "image_size", None) or 224
-    height, width = (side, side) if isinstance(side, int) else side
-    return int(getattr(config, "num_channels", None) or CHANNELS), int(height), int(width)
-
-
-def _patches(config: Any) -> int:
-    """Patches of an image; 1 for models that do not cut it, or whose layers have fewer and fewer of them."""
-    _, height, width = _image(config)
-    if hasattr(config, "depths"):
-        return 1
-    side = getattr(getattr(config, "vision_config", config), "patch_size", None)
-    if not side:
-        return 1
-    down, across = (side, side) if isinstance(side, int) else side
-    return max(1, height // down * (width // across))
 
 
 def _audio(config: Any, sequence: int) -> tuple[int, ...] | None:

@@ -69,7 +69,7 @@ def other_task(config: TrainConfig, rows: int) -> TrainingTask | None:
         return None
     named = replace(config, model=f"{config.model}:{other.name}", sequence=other.tokens)
     module, build = _built(named.model, other.build)
-    task = _task(named, build, other.batch, rows)
+    task = replace(_task(named, build, other.batch, rows), values="integers" if other.reads_integers else False)
     return _made_aside(replace(task, identity=identity_of(module, *_rates(config))), config)
 
 

@@ -91,6 +91,16 @@ def keep(x: Tensor) -> Tensor:
     return same
 
 
+def dense(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """An input that is not contiguous, with a weight and a bias."""
+    return x.view(8, -1, WIDTH).transpose(0, 1), x.new_ones(8 * WIDTH, WIDTH), x.new_ones(8 * WIDTH)
+
+
+def product_and_row(x: Tensor) -> Tensor:
+    turned, weight, bias = dense(x)
+    return (turned @ weight.T) + bias
+
+
 SUMS: dict[str, Function] = {
     "one": lambda x: x.sin(),
     "two": lambda x: x.sin() + x.cos(),
@@ -109,6 +119,9 @@ SUMS: dict[str, Function] = {
     "tied": tied,
 }
 FORMULAS: dict[str, Function] = {
+    "linear": lambda x: nn.functional.linear(*dense(x)),
+    "product and row": product_and_row,
+    "layer that is left out of few steps": lambda x: x if torch.rand([]) < 1e-9 else x.exp().sin(),
     "atan2": lambda x: torch.atan2(x, x.sin()),
     "hypot": lambda x: torch.hypot(x, x.sin()) * x.cos(),
     "norm": lambda x: torch.linalg.vector_norm(x * 2, dim=-1, ord=3),

@@ -184,6 +184,29 @@ def test_scatters_of_16_bit_numbers_have_a_copy(func: Any, args: tuple[Any, ...]
     rises_to_what_torch_allocates(func, args, rel=5e-3)
 
 
+TURNED = of(FP32, 8, 20, WIDTH).transpose(0, 1)
+OTHERS: list[tuple[Any, tuple[Any, ...]]] = [
+    (aten._softmax.default, (TURNED, 2, False)),
+    (aten._softmax.default, (of(FP32), 1, False)),
+    (aten._log_softmax.default, (TURNED, 0, False)),
+    (aten._log_softmax_backward_data.default, (TURNED, of(FP32, 20, 8, WIDTH), 2, FP32)),
+    (aten._softmax_backward_data.default, (TURNED, TURNED, 2, FP32)),
+    (aten.cat.default, ([of(BF16), of(FP32, 8, WIDTH)],)),
+    (aten.cat.default, ([of(FP32), of(BF16, 8, WIDTH), of(BF16)],)),
+    (aten.cat.default, ([of(BF16), of(BF16)],)),
+    (aten.sort.default, (of(LONG), 0)),
+    (aten.sort.default, (of(FP32), 1)),
+    (aten.sort.default, (of(LONG, 4000),)),
+    (aten.convolution.default, (of(FP32, 64, 3, 2, 8, 8), of(FP32, 64, 3, 2, 8, 8), None, [2, 8, 8], [0] * 3, [1] * 3,
+                                False, [0] * 3, 1)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("func, args", OTHERS, ids=lambda value: str(value) if not isinstance(value, tuple) else "")
+def test_softmaxes_cats_and_sorts(func: Any, args: tuple[Any, ...]) -> None:
+    rises_to_what_torch_allocates(func, args, rel=5e-3)
+
+
 def rises_to_what_torch_allocates(func: Any, args: tuple[Any, ...], rel: float) -> None:
     result = func(*args)
     tensors = [result] if isinstance(result, Tensor) else [t for t in result if t is not None]

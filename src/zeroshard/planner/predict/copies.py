@@ -1,12 +1,15 @@
-"""Copies of models for rehearsals, where values do not matter."""
+"""Copies of models and batches for rehearsals, where values do not matter."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from zeroshard.errors import PlanError
+from zeroshard.step.batch import Microbatches
+from zeroshard.units.hooks import tensors_of
 
 
 def zeroed_copy(model: nn.Module, device: str | None = None) -> nn.Module:
@@ -30,6 +33,14 @@ def zeroed_copy(model: nn.Module, device: str | None = None) -> nn.Module:
             f"The model cannot be copied to be rehearsed ({type(error).__name__}: {error}); plan before it is "
             f"compiled or wrapped, or give one that copy.deepcopy copies."
         ) from error
+
+
+def batch_of(make: Callable[[int], Any], rows: int, count: int) -> Any:
+    """A batch; in `count` microbatches where its tensors have unlike first dimensions, as a run needs them."""
+    part = make(rows // count)
+    if count == 1 or len({tensor.shape[:1] for tensor in tensors_of(part)}) == 1:
+        return part if count == 1 else make(rows)
+    return Microbatches([part, *(make(rows // count) for _ in range(count - 1))])
 
 
 def _like(tensor: torch.Tensor, device: str | None) -> torch.Tensor:

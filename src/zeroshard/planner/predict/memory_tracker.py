@@ -24,6 +24,7 @@ from zeroshard.planner.predict.torch_internals import (
     DispatchMode,
     Packet,
     Results,
+    adds_bias,
     device_of,
     flops_of,
     is_in_place,
@@ -223,7 +224,10 @@ class Tracker(DispatchMode):
             torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
 
     def _as_in_a_run(self, func: Packet, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Packet:
-        """The operation that autograd takes in a run, where there is no dispatch mode."""
+        """The operation that torch takes in a run, where there is no dispatch mode."""
+        if adds_bias(func, args):
+            self._gone(args[0].untyped_storage()._cdata)  # the result takes its place
+            return func
         if not torch.is_grad_enabled() and args[0].layout is torch.strided:
             entry = self._alive.get(args[0].untyped_storage()._cdata)
             if is_in_place(func, args, kwargs, -1 if entry is None else entry[2]):

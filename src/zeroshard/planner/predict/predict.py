@@ -53,7 +53,7 @@ def put_together(
         batch=rows,
         ranks=ranks,
         rank=fullest.rank,
-        mode="shallow-real" if timed or task.values else "fake",
+        mode="shallow-real" if timed or task.values is True else "fake",
         time_mode="shallow-real" if timed else "roofline",
         memory=fullest.memory,
         phases=fullest.phases,

@@ -148,7 +148,7 @@ def _whole(numbers: Mapping[str, float]) -> dict[str, int]:
 
 def with_few_blocks(task: TrainingTask, depths: Mapping[str, int]) -> TrainingTask:
     """The task of a model with its stacks cut to `depths`, for a rehearsal."""
-    return replace(task, build=(shallow if task.values else shallow_copies)(task.build, depths))
+    return replace(task, build=(shallow if task.values is True else shallow_copies)(task.build, depths))
 
 
 FEW_RANKS = 3  # most ranks to rehearse: the two with the most bytes, and the next, which bounds all others

@@ -26,6 +26,7 @@ from zeroshard.memory.transfers import Task as Job
 from zeroshard.optim import StateLayout, layout_of
 from zeroshard.plan import Plan
 from zeroshard.planner.choices import choices_of, schedule_of
+from zeroshard.planner.predict.copies import batch_of
 from zeroshard.planner.predict.memory_tracker import Tracker
 from zeroshard.planner.predict.result import TEMPORARIES, Span
 from zeroshard.planner.predict.shallow import ModelFacts, facts_of_model, quiet, whole_model
@@ -69,7 +70,8 @@ class TrainingTask:
             out plans that change results.
         made_aside: how the model gets into host memory, where that is not the device's: "whole", as `build` makes it,
             or "from files", from which a run reads it slice by slice; empty where `build` makes it elsewhere.
-        values: whether the model must be run on tensors with values, which takes as much memory as a run.
+        values: whether the model must be run on tensors with values, which takes as much memory as a run; or with those
+            of its integer inputs alone, such as the sizes of images.
         adapters: that are trained instead of the model, in words; empty without.
         identity: text that is equal for tasks with equal rehearsals; empty if there is none.
         smaller: the name of the optimizer, where it is one of `others`; else empty.
@@ -82,7 +84,7 @@ class TrainingTask:
     sequence: int = 1
     name: str = "model"
     whole_model: bool = False
-    values: bool = False
+    values: bool | Literal["integers"] = False
     loss_chunk: int | None = None
     made_aside: Literal["", "whole", "from files"] = ""
     others: Mapping[str, tuple[Callable[[Any], torch.optim.Optimizer], ...]] | None = None
@@ -91,6 +93,11 @@ class TrainingTask:
     adapters: str = ""
     smaller: str = ""
     identity: str = ""
+
+    @property
+    def integers(self) -> bool:
+        """Whether integer inputs have values."""
+        return self.values == "integers"
 
     @cached_property
     def facts(self) -> ModelFacts:
@@ -196,8 +203,8 @@ def rehearse(
     clock = Clock()
     rates = Rates(clock, machines)
     rounds = machines.device.rounds if machines else 1
-    values = timed or task.values
-    with contextlib.nullcontext() if values else fakes() as mode, quiet():
+    values = timed or task.values is True
+    with contextlib.nullcontext() if values else fakes(task.integers) as mode, quiet():
         results = None if mode is None else Results(mode)
         beside = beside_results if machines is None or machines.device.kind == "cpu" else None
         tracker = Tracker(None if timed else rates.hear, not values, rounds, results, beside)
@@ -234,7 +241,7 @@ class _Run:
         rank, ranks, rehearsal = place
         mesh = Mesh(rank, ranks, platform=rehearsal)
         self._tracker, self._mesh, self._plan, self._choices = tracker, mesh, plan, choices_of(plan)
-        self._batch = task.batch(rows)
+        self._batch = batch_of(task.batch, rows, plan.microbatches)
         example = self._choices.stages.example(lambda: task.batch(max(1, rows // plan.microbatches)))
         with rehearsal.beside_devices():
             model = task.build()
@@ -478,7 +485,9 @@ def refuse_too_large(task: TrainingTask, plan: Plan, machines: Machines, rows: i
     few = choices_of(plan).stages.fewest(2)
     less, few_rows = replace(plan, microbatches=few), rows // plan.microbatches * few
     try:
-        needed = rehearse(replace(task, values=False), less, 0, machines.count, few_rows).peak_bytes
+        needed = rehearse(
+            replace(task, values=task.integers and "integers"), less, 0, machines.count, few_rows
+        ).peak_bytes
     except RuntimeError:  # torch lacks an operation without values: assume twice the states
         needed = 2 * STATES_EACH * task.facts.parameters
     room = int(ROOM * psutil.virtual_memory().available)

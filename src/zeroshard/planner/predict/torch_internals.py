@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
+from math import prod
 from typing import Any
 
 import torch
+import torch._subclasses.fake_tensor as fake_tensor
 from torch import nn
 from torch._meta_registrations import _create_grouped_mm_output_tensor
 from torch._prims_common import is_non_overlapping_and_dense_or_false
@@ -24,6 +26,7 @@ warn_of_access = torch._C._set_warn_deprecated_on_mutable_data_ptr  # to values 
 DEVICE = torch.ops.prim.device.default  # the most frequent call on fake tensors
 Packet = Any  # an operator of torch.ops
 MOST_KNOWN = 100_000  # most results to cache
+MOST_VALUES = 2**26  # most numbers of a tensor whose values are kept where a model reads its inputs
 
 
 class DispatchMode(TorchDispatchMode):
@@ -35,17 +38,20 @@ class DispatchMode(TorchDispatchMode):
 
 
 def _one(tensor: torch.Tensor) -> bool | int | float:
+    known: torch.Tensor | None = getattr(tensor, "constant", None)
+    if known is not None:
+        return known.item()
     if tensor.dtype is torch.bool:
         return True
     return 1.0 if tensor.dtype.is_floating_point else 1
 
 
-# Reads of values return True and 1, as in a healthy run.
+# Reads of values return True and 1, as in a healthy run; those of tensors whose values torch keeps return these.
 ANSWERS: dict[Packet, Callable[..., Any]] = {
     aten._local_scalar_dense.default: _one,
     aten.equal.default: lambda *_: True,
     aten.allclose.default: lambda *_: True,
-    aten.is_nonzero.default: lambda *_: True,
+    aten.is_nonzero.default: lambda tensor: bool(_one(tensor)),
 }
 
 
@@ -66,11 +72,34 @@ def _set_storage(tensor: torch.Tensor, *place: Any) -> torch.Tensor:
     return made
 
 
+def _drawn(size: Any, **how: Any) -> torch.Tensor:
+    """Random numbers; a single one is 1, with which a layer that a share of steps leaves out (layerdrop) takes part."""
+    if prod(size) != 1:
+        return RANDOM(size, **how)  # type: ignore[no-any-return]
+    return torch.tensor(1.0, dtype=how.get("dtype"), device=how.get("device")).reshape(size)
+
+
+def _paths(
+    log_odds: torch.Tensor, targets: torch.Tensor, frames: torch.Tensor, lengths: torch.Tensor, *options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The losses of rows, and the log-likelihoods of all prefixes of their letters with blanks around each."""
+    steps, rows, _ = log_odds.shape
+    longest = targets.shape[1] if targets.dim() == 2 else max(lengths.tolist())
+    return log_odds.new_empty(rows), log_odds.new_empty(rows, steps, 2 * longest + 1)
+
+
 # The kernels take every floating-point dtype; torch's function for tensors without values refuses all but bf16. Its
 # cache holds the storages that tensors are set to for ever.
 SET_STORAGE = aten.set_.source_Storage_storage_offset
 GROUPED = aten._grouped_mm.default
-STAND_INS: dict[Packet, Callable[..., Any]] = {GROUPED: _grouped_product, SET_STORAGE: _set_storage}
+RANDOM = aten.rand.default
+CTC, FROM_CTC = aten._ctc_loss.Tensor, aten._ctc_loss_backward.Tensor
+STAND_INS: dict[Packet, Callable[..., Any]] = {
+    GROUPED: _grouped_product, SET_STORAGE: _set_storage, RANDOM: _drawn, CTC: _paths,
+    FROM_CTC: lambda _, log_odds, *__: log_odds.new_empty(log_odds.shape),
+}  # fmt: skip
+
+RANGES = frozenset({aten.arange.default, aten.arange.start, aten.arange.start_step})
 
 # Autograd writes into the first operand of these wherever it is the only owner, except for subclasses of tensors and
 # under dispatch modes: there it takes the operation that makes a new tensor. The first sums the gradients that meet at
@@ -89,11 +118,33 @@ SPECIAL = frozenset({*ANSWERS, *STAND_INS, *IN_PLACE})
 
 
 @contextmanager
-def fakes() -> Iterator[FakeTensorMode]:
-    """Inside, new tensors have no values, and operations compute none; tensors from outside are taken as fake ones."""
+def fakes(integers: bool = False) -> Iterator[FakeTensorMode]:
+    """Inside, new tensors have no values, and operations compute none; tensors from outside are taken as fake ones.
+
+    Args:
+        integers: keep the values of `torch.tensor`, of ranges, and of what is computed from these alone.
+    """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with mode, _masks_as_in_a_run(), _conversions(mode), _no_rejections():
+    kept = _integers() if integers else nullcontext()
+    with mode, _masks_as_in_a_run(), _conversions(mode), _no_rejections(), kept:
         yield mode
+
+
+@contextmanager
+def _integers() -> Iterator[None]:
+    """Keep values of more than single numbers; `torch.tensor` reads those of a list past all modes, so as numbers."""
+    most, original = fake_tensor.CONSTANT_NUMEL_LIMIT, torch.tensor
+
+    def tensor(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if isinstance(data, list) and data and isinstance(data[0], torch.Tensor) and not data[0].dim():
+            data = [one.item() for one in data]
+        return original(data, *args, **kwargs)
+
+    fake_tensor.CONSTANT_NUMEL_LIMIT, torch.tensor = MOST_VALUES, tensor
+    try:
+        yield
+    finally:
+        fake_tensor.CONSTANT_NUMEL_LIMIT, torch.tensor = most, original
 
 
 @contextmanager
@@ -142,6 +193,16 @@ def _masks_as_in_a_run() -> Iterator[None]:
         masking.is_tracing = original  # type: ignore[attr-defined]
 
 
+def ones(*shape: int) -> torch.Tensor:
+    """Ones whose values are kept where `fakes` keeps any."""
+    made = torch.ones(*shape)
+    if isinstance(made, FakeTensor) and made.numel() <= fake_tensor.CONSTANT_NUMEL_LIMIT:
+        with fake_tensor.unset_fake_temporarily():
+            made.constant = torch.ones(()).expand(shape)
+        made.fake_mode.fake_tensor_converter.add_constant_storage_mapping(made)
+    return made
+
+
 def is_fake(tensor: torch.Tensor) -> bool:
     """Whether a tensor has no values."""
     return isinstance(tensor, FakeTensor)
@@ -187,6 +248,16 @@ def is_in_place(func: Packet, args: tuple[Any, ...], kwargs: dict[str, Any], mak
         if len(set(edges)) == len(edges):
             return False
     return _owners(args) == only_owner() and is_non_overlapping_and_dense_or_false(args[0])
+
+
+def adds_bias(func: Packet, args: tuple[Any, ...]) -> bool:
+    """Whether an operation adds the bias of a `linear`, which a run adds in place.
+
+    Torch does so with inputs that are not contiguous; no one else adds a row to a matrix that only C++ owns.
+    """
+    if func is not ADD or not isinstance(args[1], torch.Tensor) or args[1].dim() != 1 or args[0].dim() < 2:
+        return False
+    return args[0].dtype is args[1].dtype and args[0].shape[-1:] == args[1].shape and _owners(args) == only_owner()
 
 
 def _owners(args: tuple[Any, ...]) -> tuple[int, ...]:
@@ -277,11 +348,15 @@ class Results:
     """
 
     def __init__(self, mode: FakeTensorMode) -> None:
-        self._mode = mode
+        self._mode, self._integers = mode, fake_tensor.CONSTANT_NUMEL_LIMIT == MOST_VALUES
         self._attributes: dict[torch.device, dict[str, Any]] = {}  # of a new tensor
 
     def of(self, func: Packet, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation by `run`, or rebuild its cached result for arguments of the same metadata."""
+        if self._integers and func in RANGES:
+            with fake_tensor.unset_fake_temporarily():
+                real = func(*args, **kwargs)
+            return aten.lift_fresh.default(real)
         if not _remembers(func):
             return run(*args, **kwargs)
         try:

@@ -1,7 +1,8 @@
 """Workspaces of CPU kernels: copies of operands in another dtype or layout, and those of LAPACK for eigenvectors.
 
 Elementwise operations and reductions compute in one dtype, to which they copy operands of another. Scatters and gathers
-of 16-bit numbers have an fp32 copy of what they write.
+of 16-bit numbers have an fp32 copy of what they write. A softmax copies what is not contiguous, a `cat` its tensors of
+another dtype one by one, and a sort has the indices of one row.
 
 Those of convolutions were found by listing torch's allocations one by one. Channels are padded to blocks; a copy is
 freed as soon as it was used, so only the peak counts. If an image or a kernel has its channels last, as after an
@@ -32,18 +33,23 @@ ELEMENTWISE = {
     "logical_or", "logical_xor",
 }  # fmt: skip
 REDUCTIONS = {"sum", "mean", "prod", "cumsum", "linalg_vector_norm"}
+SOFTMAXES = {"_softmax": 1, "_log_softmax": 1, "_softmax_backward_data": 2, "_log_softmax_backward_data": 2}
 SCATTERS = {"gather", "scatter", "scatter_add", "scatter_reduce", "index_add"}
 
 
 def beside_results(func: Packet, args: Sequence[Any], result: Any) -> int:
     """Bytes that an operation holds at its peak beyond its results."""
     if func is aten.convolution.default:
+        if args[0].dim() == 5 and args[0].dtype is torch.float32:
+            return _forward(args[0], args[1], result)
         if not _by_onednn(args[0], args[1], args[3], args[5], args[6]):
             return _by_patches(args[0], args[0], args[1], args[3:], result, None)
         if _has_channels_last(args[0]) or _has_channels_last(args[1]):
             return _copied(args[0], args[1]) + _kernel(args[1])
         return _forward(args[0], args[1], result)
     if func is aten.convolution_backward.default:
+        if args[1].dim() == 5 and args[1].dtype is torch.float32:
+            return 0  # of oneDNN's copies and scratch no rule is known
         if not _by_onednn(args[1], args[2], args[4], args[6], args[7]):
             return _by_patches(args[0], args[1], args[2], args[4:], args[0], result)
         if _has_channels_last(args[1]) or _has_channels_last(args[2]):
@@ -53,7 +59,15 @@ def beside_results(func: Packet, args: Sequence[Any], result: Any) -> int:
     if func is aten._linalg_eigh.default and not args[0].is_complex():
         side = args[0].shape[-1]  # of ?syevd with eigenvectors: 1 + 6n + 2n^2 numbers and 3 + 5n integers, and one more
         return int(args[0].itemsize * (2 + 6 * side + 2 * side**2) + 4 * (4 + 5 * side))
+    if func is aten._ctc_loss_backward.Tensor:
+        return _nbytes(args[6])  # the likelihoods of what is left of the letters
     name = _name(func)
+    if name == "sort" and args[0].dim():
+        return torch.int64.itemsize * int(args[0].shape[args[1] if len(args) > 1 else -1])
+    if name in SOFTMAXES:
+        return sum(_nbytes(one) for one in args[: SOFTMAXES[name]] if not one.is_contiguous())
+    if name == "cat":
+        return max((_nbytes(one) for one in args[0] if one.dtype is not result.dtype), default=0)
     if not isinstance(result, torch.Tensor):
         return 0
     if name in ELEMENTWISE:
@@ -124,7 +138,7 @@ def _by_patches(
     """
     stride, padding, dilation, transposed, _, groups = how[:6]
     laid_out = x.is_contiguous() or (not _has_instructions(x.dtype) and not _has_channels_last(x))
-    if x.dim() != 4 or transposed or any(one != 1 for one in dilation) or not laid_out:
+    if x.dim() not in (4, 5) or transposed or any(one != 1 for one in dilation) or not laid_out:
         return 0
     pointwise = all(one == 1 for one in (*stride, *weight.shape[2:])) and not any(padding)
     patches: int = 0 if pointwise else x.itemsize * x.shape[0] * prod((*weight.shape[1:], *out.shape[2:]))
