@@ -14,10 +14,11 @@ import pytest
 import torch
 from pool import Pool
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 import zeroshard as zs
 from zeroshard.checkpoint.shard_file import ShardFile
-from zeroshard.errors import CheckpointError, ConfigError, ModelError
+from zeroshard.errors import CheckpointError, ConfigError, ModelError, OptimizerError, ZeroshardError
 from zeroshard.interop.huggingface.loading import build
 from zeroshard.interop.huggingface.pretrained import PretrainedValues
 
@@ -282,6 +283,38 @@ def test_a_class_for_other_families_is_refused_in_one_line() -> None:
     with pytest.raises(ModelError, match=r"cannot build AutoModelForSeq2SeqLM from .*Unrecognized conf") as found:
         load(folder("llama"), model=transformers.AutoModelForSeq2SeqLM)
     assert "\n" not in str(found.value)
+
+
+WRONG_ARGUMENTS: dict[str, tuple[dict[str, Any], type[ZeroshardError], str]] = {
+    "no path": (
+        {"path": None},
+        ModelError,
+        "path is a NoneType; give the folder of a model that save_pretrained wrote",
+    ),
+    "a model": ({"path": nn.Linear(2, 2)}, ModelError, r"path is a Linear; .* goes to zs\.Engine\(model, optimizer"),
+    "an optimizer of another model": (
+        {"optimizer": torch.optim.AdamW([torch.zeros(2)])},
+        OptimizerError,
+        r"The AdamW holds parameters of another model.* Give a function of the parameters, such as functools",
+    ),
+    "strictness in words": ({"strict": "no"}, ModelError, "strict is 'no'; it is True or False"),
+    "adapters as a table": ({"adapters": {"r": 8}}, ModelError, r"adapters is a dict; give .* peft\.LoraConfig\(r=16"),
+    "a dtype by its old name": ({"torch_dtype": "auto"}, ModelError, r"has no option 'torch_dtype'; .* Pass dtype=\."),
+    "a map of devices": ({"device_map": "auto"}, ModelError, "has no option 'device_map'.*The plan says where"),
+    "an option of the model": (
+        {"attn_implementation": "eager"},
+        ModelError,
+        r'build it under torch\.device\("meta"\) and pass it as model=',
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_ARGUMENTS)
+def test_wrong_arguments_are_named_with_the_way_out(case: str) -> None:
+    given, error, message = WRONG_ARGUMENTS[case]
+    words: dict[str, Any] = {"path": folder("llama"), "optimizer": torch.optim.AdamW, **given}
+    with pytest.raises(error, match=message):
+        zs.from_pretrained(words.pop("path"), words.pop("optimizer"), **words)
 
 
 def test_adapters_that_peft_refuses_are_named() -> None:

@@ -19,7 +19,7 @@ from zeroshard.comm.collectives import Comm
 from zeroshard.comm.mesh import Mesh, shared_mesh
 from zeroshard.engine import Engine
 from zeroshard.engine.engine import LossFunction
-from zeroshard.errors import CheckpointError, ConfigError, ModelError, ZeroshardError
+from zeroshard.errors import CheckpointError, ConfigError, ModelError, OptimizerError, ZeroshardError
 from zeroshard.interop.huggingface.adapter_files import adapter_file, stored_config
 from zeroshard.interop.huggingface.conversion import Renamed, pretrained_part
 from zeroshard.interop.huggingface.diffusion import built_by_diffusers, diffusion_class
@@ -98,10 +98,11 @@ def from_pretrained(
 
     Raises:
         CheckpointError: files that cannot be read, or of another model, with the file and the tensor. ModelError: no
-            configuration, or one that transformers refuses. And as `Engine`.
+            configuration, or one that transformers refuses; an option that is none. And as `Engine`.
     """
     check_arguments(nn.Module(), optimizer, plan)
     check_options(mesh, loss=loss)
+    _check_own(path, optimizer, model, options)
     plan = plan or Plan()
     if mesh is None:
         mesh = shared_mesh(plan.timeout)
@@ -121,6 +122,34 @@ def from_pretrained(
     return engine
 
 
+def _check_own(path: Any, optimizer: Any, model: Any, options: LoadOptions) -> None:
+    """Check the arguments that `Engine` does not have.
+
+    Raises:
+        ModelError, OptimizerError: with the way out.
+    """
+    if unknown := sorted(options.keys() - LoadOptions.__annotations__.keys()):
+        raise ModelError(
+            f"from_pretrained has no option {unknown[0]!r}; it has {', '.join(LoadOptions.__annotations__)}. "
+            f"{INSTEAD.get(unknown[0], BUILT)}"
+        )
+    if not isinstance(path, str | PathLike):
+        raise ModelError(
+            f"path is a {type(path).__name__}; give the folder of a model that save_pretrained wrote. A model that has "
+            f"its values goes to zs.Engine(model, optimizer, plan)."
+        )
+    if isinstance(optimizer, torch.optim.Optimizer) and not isinstance(model, nn.Module):
+        raise OptimizerError(
+            f"The {type(optimizer).__name__} holds parameters of another model, since from_pretrained makes its own. "
+            f"Give a function of the parameters, such as functools.partial(torch.optim.AdamW, lr=1e-5)."
+        )
+    strict, missing = options.get("strict", True), options.get("missing", "refuse")
+    if not isinstance(strict, bool):
+        raise ModelError(f"strict is {strict!r}; it is True or False.")
+    if missing not in MISSING:
+        raise ModelError(f"missing is {missing!r}; it is one of {', '.join(map(repr, MISSING))}.")
+
+
 class _Opened(NamedTuple):
     """Files with their model on the meta device; and on rank 0 the names in both, as JSON."""
 
@@ -134,14 +163,6 @@ def _opened(path: Path, model: type | nn.Module | None, plan: Plan, options: Loa
     Raises:
         CheckpointError, ModelError: as `from_pretrained`.
     """
-    missing = options.get("missing", "refuse")
-    if unknown := sorted(options.keys() - LoadOptions.__annotations__.keys()):
-        raise ModelError(
-            f"from_pretrained has no option {unknown[0]!r}; it has {', '.join(LoadOptions.__annotations__)}. "
-            f"{INSTEAD.get(unknown[0], BUILT)}"
-        )
-    if missing not in MISSING:
-        raise ModelError(f"missing is {missing!r}; it is one of {', '.join(map(repr, MISSING))}.")
     if not path.exists():
         raise CheckpointError(
             f"{path} does not exist; give a folder with {CONFIG} and safetensors files. Names on a model hub are not "
@@ -155,6 +176,11 @@ def _opened(path: Path, model: type | nn.Module | None, plan: Plan, options: Loa
         adapters, file = stored_config(Path(adapters)), adapter_file(Path(adapters))
     if adapters is not None:
         peft = package("peft", "adapters=", "peft")
+        if not isinstance(adapters, peft.PeftConfig):
+            raise ModelError(
+                f"adapters is a {type(adapters).__name__}; give a configuration of peft, such as "
+                f"peft.LoraConfig(r=16, target_modules='all-linear'), or a folder of adapters."
+            )
         try:
             built = peft.get_peft_model(built, adapters)
         except Exception as error:  # of any class, as of no module with one of the given names
