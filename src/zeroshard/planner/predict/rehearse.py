@@ -102,7 +102,8 @@ class TrainingTask:
     @cached_property
     def facts(self) -> ModelFacts:
         """The facts of the model."""
-        return facts_of_model(whole_model(self.build))
+        found = facts_of_model(whole_model(self.build))
+        return replace(found, stacks=()) if self.integers else found  # images read outputs of layers by number
 
     @cached_property
     def layout(self) -> StateLayout:
