@@ -9,11 +9,13 @@ not run again (transformers recomputes the body of a block's forward). So a hook
 restores the zones of its forward.
 """
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from zeroshard.errors import BatchError, ModelError
 from zeroshard.tensor.split.collectives import SEQUENCE, CutRows, JoinRows, TensorRanks, Zone, Zones
@@ -24,7 +26,10 @@ HIDDEN = "hidden_states"  # the keyword of the activation in blocks of transform
 
 
 class SequenceBlocks:
-    """The hooks of a stack of blocks."""
+    """The hooks of a stack of blocks.
+
+    Activations between blocks that a module around the stack returns (`output_hidden_states`) are joined there.
+    """
 
     def __init__(
         self, model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], ranks: TensorRanks, zones: Zones
@@ -36,6 +41,22 @@ class SequenceBlocks:
             module.register_forward_pre_hook(Hook(self._enter), with_kwargs=True)
             module.register_forward_hook(Hook(self._leave))
         model.register_forward_hook(Hook(self._end))
+        self._between: list[tuple[weakref.ref[Tensor], int, str]] = []  # of the last forward, with all positions
+        around = [f"{name}." for name, _ in (blocks[0], blocks[-1])]
+        for path, module in model.named_modules():
+            if not path or all(name.startswith(f"{path}.") for name in around):
+                module.register_forward_hook(Hook(self._join_returned))
+
+    def _join_returned(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Join the activations between blocks that a module returns."""
+        known = {id(value): (value, *more) for ref, *more in self._between if (value := ref()) is not None}
+        if not any(id(leaf) in known for leaf in tree_leaves(output)):
+            return None
+        return tree_map(lambda leaf: self._join(*known[id(leaf)]) if id(leaf) in known else leaf, output)
+
+    def _join(self, x: Tensor, positions: int, label: str) -> Tensor:
+        joined: Tensor = JoinRows.apply(x, self._ranks, SEQUENCE, positions, label)  # type: ignore[no-untyped-call]
+        return joined
 
     def _end(self, model: nn.Module, args: Any, output: Any) -> None:
         """Check the end of the forward.
@@ -61,7 +82,9 @@ class SequenceBlocks:
             )
         x = activation_in(args, kwargs, self._names[module])
         self._zones.enter_sequence(x.shape[SEQUENCE])
-        return with_activation(args, kwargs, CutRows.apply(x, self._ranks, SEQUENCE, self._names[module]))  # type: ignore[no-untyped-call]
+        own = CutRows.apply(x, self._ranks, SEQUENCE, self._names[module])  # type: ignore[no-untyped-call]
+        self._between = [(weakref.ref(own), x.shape[SEQUENCE], f"input of {self._names[module]}")]
+        return with_activation(args, kwargs, own)
 
     def _again(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Enter a later block; one that is recomputed alone restores the positions of its forward.
@@ -96,15 +119,17 @@ class SequenceBlocks:
         positions = self._zones.positions
         activation = output[0] if isinstance(output, (tuple, list)) and output else output
         listen(activation, lambda gradient: self._zones.recall(positions))
+        label = f"output of {self._names[module]}"
         if module is not self._last:
+            if isinstance(activation, Tensor) and torch._C._current_graph_task_id() == -1:
+                self._between.append((weakref.ref(activation), positions, label))
             self._zones.leave_block()
             return None
-        label = f"output of {self._names[module]}"
         self._zones.reset()
         if isinstance(output, Tensor):
-            return JoinRows.apply(output, self._ranks, SEQUENCE, positions, label)  # type: ignore[no-untyped-call]
+            return self._join(output, positions, label)
         if isinstance(output, (tuple, list)) and output and isinstance(output[0], Tensor):
-            joined = JoinRows.apply(output[0], self._ranks, SEQUENCE, positions, label)  # type: ignore[no-untyped-call]
+            joined = self._join(output[0], positions, label)
             return type(output)([joined, *output[1:]]) if type(output) in (tuple, list) else (joined, *output[1:])
         raise ModelError(
             f"{self._names[module]!r} returns a {type(output).__name__}, and sequence parallelism needs a tensor, or a "
