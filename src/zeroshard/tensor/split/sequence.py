@@ -9,17 +9,16 @@ not run again (transformers recomputes the body of a block's forward). So a hook
 restores the zones of its forward.
 """
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from zeroshard.errors import BatchError, ModelError
 from zeroshard.tensor.split.collectives import SEQUENCE, CutRows, JoinRows, TensorRanks, Zone, Zones
 from zeroshard.tensor.split.layers import Entrance
+from zeroshard.tensor.split.returned import ReturnedActivations
 from zeroshard.units.hooks import Hook, listen
 
 HIDDEN = "hidden_states"  # the keyword of the activation in blocks of transformers
@@ -28,35 +27,25 @@ HIDDEN = "hidden_states"  # the keyword of the activation in blocks of transform
 class SequenceBlocks:
     """The hooks of a stack of blocks.
 
-    Activations between blocks that a module around the stack returns (`output_hidden_states`) are joined there.
+    Args:
+        returned: is told of the activations between blocks.
     """
 
     def __init__(
-        self, model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], ranks: TensorRanks, zones: Zones
+        self,
+        model: nn.Module,
+        blocks: Sequence[tuple[str, nn.Module]],
+        ranks: TensorRanks,
+        zones: Zones,
+        returned: ReturnedActivations,
     ) -> None:
-        self._ranks, self._zones = ranks, zones
+        self._ranks, self._zones, self._returned = ranks, zones, returned
         self._first, self._last = blocks[0][1], blocks[-1][1]
         self._names = {module: name for name, module in blocks}
         for _, module in blocks:
             module.register_forward_pre_hook(Hook(self._enter), with_kwargs=True)
             module.register_forward_hook(Hook(self._leave))
         model.register_forward_hook(Hook(self._end))
-        self._between: list[tuple[weakref.ref[Tensor], int, str]] = []  # of the last forward, with all positions
-        around = [f"{name}." for name, _ in (blocks[0], blocks[-1])]
-        for path, module in model.named_modules():
-            if not path or all(name.startswith(f"{path}.") for name in around):
-                module.register_forward_hook(Hook(self._join_returned))
-
-    def _join_returned(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Join the activations between blocks that a module returns."""
-        known = {id(value): (value, *more) for ref, *more in self._between if (value := ref()) is not None}
-        if not any(id(leaf) in known for leaf in tree_leaves(output)):
-            return None
-        return tree_map(lambda leaf: self._join(*known[id(leaf)]) if id(leaf) in known else leaf, output)
-
-    def _join(self, x: Tensor, positions: int, label: str) -> Tensor:
-        joined: Tensor = JoinRows.apply(x, self._ranks, SEQUENCE, positions, label)  # type: ignore[no-untyped-call]
-        return joined
 
     def _end(self, model: nn.Module, args: Any, output: Any) -> None:
         """Check the end of the forward.
@@ -83,7 +72,7 @@ class SequenceBlocks:
         x = activation_in(args, kwargs, self._names[module])
         self._zones.enter_sequence(x.shape[SEQUENCE])
         own = CutRows.apply(x, self._ranks, SEQUENCE, self._names[module])  # type: ignore[no-untyped-call]
-        self._between = [(weakref.ref(own), x.shape[SEQUENCE], f"input of {self._names[module]}")]
+        self._returned.note(own, SEQUENCE, x.shape[SEQUENCE], f"input of {self._names[module]}")
         return with_activation(args, kwargs, own)
 
     def _again(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -121,15 +110,15 @@ class SequenceBlocks:
         listen(activation, lambda gradient: self._zones.recall(positions))
         label = f"output of {self._names[module]}"
         if module is not self._last:
-            if isinstance(activation, Tensor) and torch._C._current_graph_task_id() == -1:
-                self._between.append((weakref.ref(activation), positions, label))
+            if isinstance(activation, Tensor):
+                self._returned.note(activation, SEQUENCE, positions, label)
             self._zones.leave_block()
             return None
         self._zones.reset()
         if isinstance(output, Tensor):
-            return self._join(output, positions, label)
+            return JoinRows.apply(output, self._ranks, SEQUENCE, positions, label)  # type: ignore[no-untyped-call]
         if isinstance(output, (tuple, list)) and output and isinstance(output[0], Tensor):
-            joined = self._join(output[0], positions, label)
+            joined = JoinRows.apply(output[0], self._ranks, SEQUENCE, positions, label)  # type: ignore[no-untyped-call]
             return type(output)([joined, *output[1:]]) if type(output) in (tuple, list) else (joined, *output[1:])
         raise ModelError(
             f"{self._names[module]!r} returns a {type(output).__name__}, and sequence parallelism needs a tensor, or a "

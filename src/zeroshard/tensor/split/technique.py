@@ -38,6 +38,7 @@ from zeroshard.tensor.split.experts import fit_experts
 from zeroshard.tensor.split.heads import RankBorders, fit_attention, fit_layer, head_dimension
 from zeroshard.tensor.split.layers import ColumnForward, Entrance, Parameters, RowForward
 from zeroshard.tensor.split.planned_messages import PlannedMessages, pairs_of
+from zeroshard.tensor.split.returned import ReturnedActivations
 from zeroshard.tensor.split.sequence import SequenceBlocks, open_attention
 from zeroshard.tensor.split.vocabulary import split_embedding, split_output
 from zeroshard.units.forwards import insert, inside, replaced
@@ -95,9 +96,10 @@ class TensorTechnique:
         modules = dict(model.named_modules())
         forwards = _Forwards(model, found, ranks, self.zones)
         forwards.install()
+        returned = ReturnedActivations(model, ranks, found.blocks, found.attentions)
         if self._policy.sequence:
             for stack in found.blocks:
-                SequenceBlocks(model, [(name, modules[name]) for name in stack], ranks, self.zones)
+                SequenceBlocks(model, [(name, modules[name]) for name in stack], ranks, self.zones, returned)
             for holder in forwards.opened:
                 open_attention(modules[holder], holder, forwards.entrances[holder], self.zones)
         forwards.adapt()
