@@ -450,7 +450,7 @@ class LeftCalls:
             if not isinstance(error, BudgetExceeded | CommError):
                 self.caught = [_text(error)]
                 self._write(kind, f"{self.numbers[kind]} {self._place} left {name} in an error ({_text(error)})")
-            if under_way() != before:
+            if under_way() - before:
                 self.break_off(error)
             raise
 
