@@ -15,7 +15,7 @@ from zeroshard.doctor.hardware import Machines
 from zeroshard.planner.predict import torch_internals as private
 from zeroshard.planner.predict.memory_tracker import Tracker
 from zeroshard.planner.predict.rehearse import rehearse
-from zeroshard.planner.predict.torch_internals import Results, fakes
+from zeroshard.planner.predict.torch_internals import Results, fakes, ones
 
 PAIR = Machines.of("A100-80", 2)
 
@@ -136,3 +136,11 @@ def test_operations_in_given_memory_return_it_and_resize_it_as_torch_does() -> N
                 into, before = torch.empty(0), len(ran)
                 assert results.of(func, counted(func), args, {name: into}) is into
                 assert into.shape == shape and len(ran) > before
+
+
+def test_ones_keep_their_values_after_a_rehearsal_without_values() -> None:
+    for integers in (False, True):
+        with fakes(integers) as mode, Tracker(answers=True, results=Results(mode)):
+            torch.ones(())  # its result without values is remembered
+            found = ones(2, 3).to(torch.bfloat16)
+    assert torch.equal(found.constant, torch.ones(2, 3, dtype=torch.bfloat16))  # type: ignore[attr-defined]

@@ -17,7 +17,7 @@ from torch import nn
 from torch._meta_registrations import _create_grouped_mm_output_tensor
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, disable_fake_tensor_cache
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
@@ -197,7 +197,7 @@ def ones(*shape: int) -> torch.Tensor:
     """Ones whose values are kept where `fakes` keeps any."""
     made = torch.ones(*shape)
     if isinstance(made, FakeTensor) and made.numel() <= fake_tensor.CONSTANT_NUMEL_LIMIT:
-        with fake_tensor.unset_fake_temporarily():
+        with _disable_current_modes():  # a tracker would remember a result without values
             made.constant = torch.ones(()).expand(shape)
         made.fake_mode.fake_tensor_converter.add_constant_storage_mapping(made)
     return made
