@@ -23,7 +23,7 @@ PLANS: dict[str, tuple[int, int, dict[str, Any]]] = {  # ranks; files at most, w
     "zero2": (2, 26, {"zero": 2}),
     "zero3": (2, 30, {"zero": 3}),
     "zero3-offload": (2, 34, {"zero": 3, "offload": "optimizer,parameters"}),
-    "stages-tensor": (4, 46, {"zero": 1, "pipeline_parallel": 2, "tensor_parallel": 2, "microbatches": 2}),
+    "stages-tensor": (4, 47, {"zero": 1, "pipeline_parallel": 2, "tensor_parallel": 2, "microbatches": 2}),
     "experts": (2, 42, {"zero": 1, "expert_parallel": 2}),
 }
 

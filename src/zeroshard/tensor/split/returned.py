@@ -21,7 +21,7 @@ from zeroshard.units.hooks import Hook
 HEADS = -3  # the dimension of heads in attention weights [B, H, T, S]
 
 
-class Divided(NamedTuple):
+class NotedActivation(NamedTuple):
     """An activation of which each rank has a part along a dimension.
 
     Attributes:
@@ -50,7 +50,7 @@ class ReturnedActivations:
         attentions: Iterable[AttentionSizes],
     ) -> None:
         self._ranks = ranks
-        self._divided: list[Divided] = []
+        self._divided: list[NotedActivation] = []
         model.register_forward_pre_hook(Hook(lambda *_: self._divided.clear()))
         modules, ends = dict(model.named_modules()), [(stack[0], stack[-1]) for stack in stacks]
         for attention in attentions:
@@ -62,7 +62,7 @@ class ReturnedActivations:
     def note(self, activation: Tensor, dimension: int, total: int, label: str) -> None:
         """Note an activation of a forward, but not of one that is compiled or repeated in a backward."""
         if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() == -1:
-            self._divided.append(Divided(weakref.ref(activation), dimension, total, label))
+            self._divided.append(NotedActivation(weakref.ref(activation), dimension, total, label))
 
     def _join(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Join those among a module's outputs.
@@ -75,7 +75,7 @@ class ReturnedActivations:
             return None
         return tree_map(lambda leaf: self._joined(leaf, known[id(leaf)]) if id(leaf) in known else leaf, output)
 
-    def _joined(self, x: Tensor, each: Divided) -> Tensor:
+    def _joined(self, x: Tensor, each: NotedActivation) -> Tensor:
         if not each.total:
             raise ModelError(
                 f"The model returns the {each.label}, of which each of {self._ranks.size} tensor ranks has its own "
