@@ -115,21 +115,14 @@ def plan_adapter(whole: TensorTable, model: Any, adapter: str | None) -> ExportP
     name = _adapter_of(model, adapter)
     held = {each.name: each for each in whole.table}
     empty = {n: torch.empty(each.shape, dtype=each.kept, device="meta") for n, each in held.items()}
-    tied = {
-        further: empty[first]
-        for further, first in {**whole.tied, **aliases_of_buffers(model)}.items()
-        if first in empty
-    }
-    sources = {id(tensor): n for n, tensor in empty.items()}
     groups = [prompt_group(model, name, held.values())] if name in getattr(model, "prompt_encoder", ()) else []
-    for key, tensor in ({} if groups else tensors_in_files(model, name, empty | tied)).items():
-        if id(tensor) not in sources:
+    for key, first in ({} if groups else names_in_files(model, name, empty, whole.tied)).items():
+        if first is None:
             raise PlanError(
                 f"The files of an adapter by {model.peft_config[name].peft_type.value} have '{key}', which is no "
                 f"parameter or buffer of the model. Load its weights into a model of peft, and save that: "
                 f"model.load_state_dict(engine.state_dict()), model.save_pretrained(folder)."
             )
-        first = sources[id(tensor)]
         groups.append(renamed(Slot(first, held[first].kept, held[first].shape), key))
     plan = plan_export(groups, 2**62, {ADAPTER_CONFIG: _config_of(model, name)}, None)
     return replace(plan, shards={WEIGHTS: plan.slots})
@@ -371,7 +364,23 @@ def _adapter_of(model: Any, adapter: str | None) -> str:
     return name
 
 
-def tensors_in_files(model: Any, adapter: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
+def names_in_files(
+    model: Any, adapter: str, empty: Mapping[str, Tensor], tied: Mapping[str, str]
+) -> dict[str, str | None]:
+    """The names of an adapter's tensors in its files, each with the first in the model; None for values computed there.
+
+    Args:
+        empty: tensors without values of all parameters and buffers, by first name.
+        tied: for parameters with several names, each further name and the first.
+    """
+    firsts = {**tied, **aliases_of_buffers(model)}
+    further = {name: empty[first] for name, first in firsts.items() if first in empty}
+    names = {id(tensor): name for name, tensor in empty.items()}
+    found = _state_dict_of_adapter(model, adapter, {**empty, **further})
+    return {key: names.get(id(tensor)) for key, tensor in found.items()}
+
+
+def _state_dict_of_adapter(model: Any, adapter: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of an adapter's files, under their names there: some of `state`, whose values are not read."""
     from peft import get_peft_model_state_dict
 

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from zeroshard.access.adapter_export import ADAPTER_CONFIG, WEIGHTS, tensors_in_files
-from zeroshard.access.whole_layers import aliases_of_buffers
+from zeroshard.access.adapter_export import ADAPTER_CONFIG, WEIGHTS, names_in_files
 from zeroshard.checkpoint.weights import files_of
 from zeroshard.errors import CheckpointError, ModelError
 from zeroshard.interop.huggingface.lazy import LazyTensor
 from zeroshard.interop.huggingface.quantized import package
 from zeroshard.text import format_names
 from zeroshard.units.adapters import WITHOUT_BASE, base_names, configs_of, layers_of_adapters, made_by_peft
+from zeroshard.validation.ranks import tied_names
 
 PROMPTS = "prompt_embeddings"  # their name in a file of peft
 
@@ -67,39 +67,42 @@ def adapter_tensors(model: Any, file: Path, stored: Mapping[str, LazyTensor]) ->
         CheckpointError: the file is of other adapters, with the tensor. ModelError: see the module.
     """
     _refuse_changed_bases(model)
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items()}
-    names, named = _names_in_file(model, shapes), base_names(model) or str
-    names |= {name: name for name in stored if name not in names and name in shapes}  # embeddings of the base
+    state = model.state_dict(keep_vars=True)  # without the buffers that no file holds
+    every = (*model.named_parameters(), *model.named_buffers())
+    empty = {name: torch.empty_like(tensor, device="meta") for name, tensor in every if name in state}
+    tied, named = tied_names(model), base_names(model) or str
+    names = _names_in_file(model, empty, tied)
+    further = {name: tied.get(name, name) for name in stored.keys() - names.keys()}
+    names |= {name: first for name, first in further.items() if first in empty}  # embeddings of the base
     own = {key for key, name in names.items() if named(name) is None or ".modules_to_save." in name}
     if missing := sorted(own - stored.keys()):
         raise _other_adapters(file, f"it lacks {format_names(missing)}")
     if unknown := sorted(stored.keys() - names.keys()):
         raise _other_adapters(file, f"it holds {format_names(unknown)}, which the model does not have")
     for key, tensor in stored.items():
-        if tuple(tensor.shape) != shapes[names[key]]:
-            raise _other_adapters(file, f"'{key}' is {tuple(tensor.shape)} there and {shapes[names[key]]} here")
-    aliases = aliases_of_buffers(model)
-    return {aliases.get(names[key], names[key]): tensor for key, tensor in stored.items()}
+        needed = tuple(empty[names[key]].shape)
+        if tuple(tensor.shape) != needed:
+            raise _other_adapters(file, f"'{key}' is {tuple(tensor.shape)} there and {needed} here")
+    return {names[key]: tensor for key, tensor in stored.items()}
 
 
-def _names_in_file(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
-    """The names of a model's adapters in their file, each with that in the model.
+def _names_in_file(model: Any, empty: Mapping[str, torch.Tensor], tied: Mapping[str, str]) -> dict[str, str]:
+    """The names of a model's adapters in their file, each with the first in the model.
 
     Raises:
         ModelError: the file holds values that are computed from the parameters.
     """
     (adapter,) = model.peft_config
     if adapter in getattr(model, "prompt_encoder", ()):
-        inside = [name for name in shapes if name.startswith(f"prompt_encoder.{adapter}.")]
+        inside = [name for name in empty if name.startswith(f"prompt_encoder.{adapter}.")]
         if inside != [f"prompt_encoder.{adapter}.embedding.weight"]:
             raise _computed(model, adapter)
         return {PROMPTS: inside[0]}
-    empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-    sources = {id(tensor): name for name, tensor in empty.items()}
-    found = tensors_in_files(model, adapter, empty)
-    if any(id(tensor) not in sources for tensor in found.values()):
+    found = names_in_files(model, adapter, empty, tied)
+    known = {key: name for key, name in found.items() if name is not None}
+    if known.keys() != found.keys():
         raise _computed(model, adapter)
-    return {key: sources[id(tensor)] for key, tensor in found.items()}
+    return known
 
 
 def _refuse_changed_bases(model: Any) -> None:
