@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from plain_loop import plain_loop
 from pool import Pool
 from torch import Tensor, nn
 
@@ -56,18 +57,6 @@ def loss_of(output: Any) -> Tensor:
     return loss
 
 
-def plain(kind: str) -> tuple[list[float], dict[str, Tensor]]:
-    model, losses = made(kind), []
-    optimizer = SGD(model.parameters())
-    for step in range(3):
-        loss = loss_of(model(**batch(kind, step)))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, model.state_dict()
-
-
 def on_ranks(mesh: zs.Mesh, kind: str, plan: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
     engine, losses = zs.Engine(made(kind), SGD, zs.Plan(**plan), mesh=mesh), []
     for step in range(3):
@@ -89,10 +78,11 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
 
 @pytest.mark.parametrize("kind, ranks, plan", CASES)
 def test_they_are_whole(pool: Pool, kind: str, ranks: int, plan: dict[str, Any]) -> None:
-    wanted, weights = plain(kind)
+    steps = [[batch(kind, step)] for step in range(3)]
+    wanted = plain_loop(made(kind), SGD, steps, lambda model, part: loss_of(model(**part)))
     for losses, found in pool.run(on_ranks, ranks, kind, {"tensor_parallel": ranks, **plan}):
-        assert losses == pytest.approx(wanted, rel=1e-6)
-        for name, value in weights.items():
+        assert losses == pytest.approx(wanted.losses, rel=1e-6)
+        for name, value in wanted.weights.items():
             torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from engine.adapters import ADAMW, adapted, base, batch, rows_of
+from plain_loop import plain_loop
 from pool import Pool
 from safetensors.torch import load_file, save_file
 from selection import by_default
@@ -44,14 +45,8 @@ def trained(parameters: Any) -> torch.optim.Optimizer:
 
 def losses_of(model: Any, first: int, count: int = 3) -> list[float]:
     """The losses of a plain loop."""
-    optimizer, losses = trained(model.train().parameters()), []
-    for step in range(first, first + count):
-        loss = model(**batch(step)).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    steps = [[batch(step)] for step in range(first, first + count)]
+    return plain_loop(model.train(), ADAMW, steps, lambda model, part: model(**part).loss).losses
 
 
 def written(folder: Path, model: Any) -> None:
