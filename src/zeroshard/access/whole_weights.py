@@ -108,9 +108,7 @@ class WholeWeights:
             mine[name] = [list(buffer.shape), [str(buffer.dtype)] * 2, [_plain(Box.whole(tuple(buffer.shape)))]]
         order = _names(model) if world.mesh.rank == 0 else []
         everyone = world.agree_on([order, mine], "the table of whole weights")
-        names = dict.fromkeys(
-            chain(everyone[0][0], *(theirs for _, theirs in everyone))
-        )  # of a changed model, old ones
+        names = dict.fromkeys(chain(everyone[0][0], *(theirs for _, theirs in everyone)))  # also old ones of a change
         self.table = [_held(name, [theirs.get(name) for _, theirs in everyone]) for name in names]
         self.table = [held for held in self.table if held.boxes or not math.prod(held.shape)]
         self._by_name = {held.name: held for held in self.table}

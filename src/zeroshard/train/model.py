@@ -191,7 +191,7 @@ def _hugging_face(file: Path, vocabulary: int, context: int) -> nn.Module:
         config = transformers.AutoConfig.from_pretrained(str(file), local_files_only=True, trust_remote_code=False)
     _check_size(config, file, vocabulary, context)
     config.use_cache = False  # a cache of keys and values would take memory besides the activations
-    with _refusals(file, next(iter(config.architectures or ()), "")):
+    with _refusals(file, _class_named(config)):
         # Not on meta: there the buffers that no state dict holds (rotary frequencies, masks) would be lost, and
         # `_init_weights` of a module may set parameters of its children, so modules cannot be drawn one at a time.
         module: nn.Module = transformers.AutoModelForCausalLM.from_config(
@@ -223,7 +223,7 @@ def _refusals(file: Path, named: str = "") -> Iterator[None]:
     except Exception as error:
         reason = str(error).partition("\n")[0].partition(". This could be")[0].rstrip(".")
         if reason.startswith("Unrecognized configuration class"):
-            raise ModelError(_no_language_model(file, named and f"{named}, which is ")) from error
+            raise ModelError(_no_language_model(file, named)) from error
         if "custom code" in reason:
             raise ModelError(
                 f"{file} names code of its own, which is not run; import it in code of yours, whose model returns the "
@@ -235,17 +235,23 @@ def _refusals(file: Path, named: str = "") -> Iterator[None]:
         ) from error
 
 
+def _class_named(config: Any) -> str:
+    """The class that a configuration names; empty if there is none."""
+    return next(iter(getattr(config, "architectures", None) or ()), "")
+
+
 def _no_language_model(file: Path, named: str = "") -> str:
+    kind = f"{named}, which is no" if named else "no"
     return (
-        f"{file} configures {named}no causal language model; make the model by code of your own, whose forward returns "
+        f"{file} configures {kind} causal language model; make the model by code of your own, whose forward returns "
         f"the loss, and give that: mine.py or mine.py:Net"
     )
 
 
 def _check_size(config: Any, file: Path, vocabulary: int, context: int) -> None:
     if (named := reads_later_tokens(config)) is not None:
-        raise ModelError(_no_language_model(file, f"{named}, which is "))
-    whole = "".join(f"{name}, which is " for name in (getattr(config, "architectures", None) or ())[:1])
+        raise ModelError(_no_language_model(file, named))
+    whole = _class_named(config)
     with _refusals(file):
         config = config.get_text_config()
     if not hasattr(config, "vocab_size"):

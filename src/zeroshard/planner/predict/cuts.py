@@ -71,11 +71,7 @@ def _layers(task: TrainingTask, machines: Machines, rows: int, deep: Stack | Non
     clock = Clock()
     rates = Rates(clock, machines)
     build = task.build if deep is None else shallow_copies(task.build, {deep.path: deep.others + FEW})
-    with (
-        fakes(task.integers) as mode,
-        quiet(),
-        Tracker(rates.hear, answers=True, results=Results(mode)),
-    ):
+    with fakes(task.integers) as mode, quiet(), Tracker(rates.hear, answers=True, results=Results(mode)):
         model = build()
         forget_values(model)
         chain, forward = _chain(model, task, rows)
@@ -110,11 +106,7 @@ def boundaries_of(task: TrainingTask, plan: Plan) -> list[str]:
     Raises:
         ModelError: the model cannot be cut.
     """
-    with (
-        fakes(task.integers) as mode,
-        quiet(),
-        Tracker(answers=True, results=Results(mode)),
-    ):
+    with fakes(task.integers) as mode, quiet(), Tracker(answers=True, results=Results(mode)):
         chain, _ = _chain(task.build(), task, 1)
     firsts, stages = [0, *map(chain.number, plan.pipeline.split), len(chain.layers)], plan.pipeline.stages
     chain.route(firsts, plan.pipeline_schedule(plan.pipeline.least_ranks * plan.tensor.ranks))

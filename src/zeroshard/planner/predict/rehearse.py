@@ -486,9 +486,8 @@ def refuse_too_large(task: TrainingTask, plan: Plan, machines: Machines, rows: i
     few = choices_of(plan).stages.fewest(2)
     less, few_rows = replace(plan, microbatches=few), rows // plan.microbatches * few
     try:
-        needed = rehearse(
-            replace(task, values=task.integers and "integers"), less, 0, machines.count, few_rows
-        ).peak_bytes
+        without = replace(task, values="integers" if task.integers else False)
+        needed = rehearse(without, less, 0, machines.count, few_rows).peak_bytes
     except RuntimeError:  # torch lacks an operation without values: assume twice the states
         needed = 2 * STATES_EACH * task.facts.parameters
     room = int(ROOM * psutil.virtual_memory().available)
