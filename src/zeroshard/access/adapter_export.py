@@ -29,7 +29,7 @@ from zeroshard.access.whole_layers import (
 )
 from zeroshard.access.whole_weights import HeldBoxes, WholeWeights
 from zeroshard.checkpoint.export import CONFIG, ExportPlan, folder_of, narrowed, plan_export, texts_of
-from zeroshard.checkpoint.file_names import FAMILY, further_names, grouped, renamed
+from zeroshard.checkpoint.file_names import FAMILY, further_names, grouped, kept_names, renamed
 from zeroshard.checkpoint.stream import Slot
 from zeroshard.errors import CheckpointWarning, PlanError
 from zeroshard.precision.cast import floating_dtype
@@ -190,7 +190,8 @@ class _Merging:
                 )
         own = {name: base.removeprefix(prefix) for name in (*self._table, *whole.tied) if (base := named(name))}
         ties = {own[further]: own[first] for further, first in whole.tied.items() if {further, first} <= own.keys()}
-        apart = further_names(ties, base_of(model))
+        apart, kept = further_names(ties, base_of(model)), kept_names(ties, base_of(model))
+        own = dict(sorted(own.items(), key=lambda pair: pair[1] in kept))  # first the names that files keep
         self.held = self._chosen(own, own.values() if every else apart)
         of_class = ({name, first} for name, first in ties.items() if name != first and name not in apart)
         self.parted = any(names <= self.held.keys() for names in of_class)

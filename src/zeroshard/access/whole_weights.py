@@ -30,7 +30,7 @@ from zeroshard.checkpoint.export import (
     texts_of,
     write_export,
 )
-from zeroshard.checkpoint.file_names import FAMILY, FileGroup, Names, further_names, grouped, renamed
+from zeroshard.checkpoint.file_names import FAMILY, FileGroup, Names, further_names, grouped, kept_names, renamed
 from zeroshard.checkpoint.stream import Slot
 from zeroshard.comm.collectives import Comm
 from zeroshard.errors import CheckpointError, CommError, ConfigError, PlanError
@@ -131,6 +131,8 @@ class WholeWeights:
             own = held.kept if masters else held.computed
             slots[held.name] = Slot(held.name, kind if kind is not None and own.is_floating_point else own, held.shape)
         if names == FAMILY:
+            kept = kept_names(self.tied, self._model)
+            slots = {name: replace(slot, key=kept.get(name, name)) for name, slot in slots.items()}
             further = further_names(self.tied, self._model).items()
             slots |= {name: replace(slots[first], key=name) for name, first in further if first in slots}
         return grouped(list(slots.values()), names, self._model)
@@ -223,6 +225,7 @@ class WholeWeights:
             by_name = {group.sources[0].key: group.sources[0] for group in groups}
             groups += [renamed(by_name[first], name) for name, first in tied.items() if first in by_name]
         wide = {held.name for held in self.table if held.kept != torch.float16}
+        wide |= {name for name, first in tied.items() if first in wide}
         self.write(out, plan_export(groups, most, texts, folder_of(self._model), narrowed(groups, wide), stem))
 
     def write(self, out: Path, plan: ExportPlan, read: Callable[[Slot], Tensor] | None = None) -> None:

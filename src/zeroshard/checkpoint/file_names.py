@@ -80,6 +80,23 @@ def grouped(slots: Sequence[Slot], names: Names, model: nn.Module | None) -> lis
     return groups
 
 
+def kept_names(tied: Mapping[str, str], model: Any) -> dict[str, str]:
+    """The names under which transformers writes tied parameters, by their first names, where they are others.
+
+    Args:
+        tied: for parameters with several names, each further name and the first.
+        model: of transformers, or peft's around one; with any other, the first names are kept.
+    """
+    pairs = {(first, further) for further, first in tied.items()}
+    return dict(pairs & _ties_of(model).items())
+
+
+def _ties_of(model: Any) -> dict[str, str]:
+    """The further names of parameters that the class of a model ties, with those that files keep."""
+    ties = getattr(model, "get_expanded_tied_weights_keys", None)
+    return {} if ties is None else ties(all_submodels=True)
+
+
 def further_names(tied: Mapping[str, str], model: Any) -> dict[str, str]:
     """The further names of tied parameters that files must have, since loading does not tie them.
 
@@ -87,9 +104,7 @@ def further_names(tied: Mapping[str, str], model: Any) -> dict[str, str]:
         tied: for parameters with several names, each further name and the first.
         model: of transformers, or peft's around one; with any other, all of them.
     """
-    ties = getattr(model, "get_expanded_tied_weights_keys", None)
-    loaded = {} if ties is None else ties(all_submodels=True)
-    own = {f"{prefix}{name}" for pair in loaded.items() for name in pair for prefix in ("", OF_PEFT)}
+    own = {f"{prefix}{name}" for pair in _ties_of(model).items() for name in pair for prefix in ("", OF_PEFT)}
     return {name: first for name, first in tied.items() if not {name, first} <= own}
 
 

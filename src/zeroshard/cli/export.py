@@ -18,7 +18,7 @@ from zeroshard.checkpoint.export import (
     refuse_existing,
     write_export,
 )
-from zeroshard.checkpoint.file_names import FAMILY, further_names, grouped, stacks_apart
+from zeroshard.checkpoint.file_names import FAMILY, further_names, grouped, kept_names, stacks_apart
 from zeroshard.checkpoint.folder import find_checkpoint
 from zeroshard.checkpoint.weights import SINGLE
 from zeroshard.cli.early_options import ExportOptions
@@ -111,8 +111,10 @@ def planned(reader: Reader, dtype: torch.dtype | None, most: int) -> tuple[Expor
     sources = {name: f"{kind}:{name}" for kind in ("weight", "buffer") for name in reader.names(kind)}
     model = None if config is None else _on_meta(config)
     if isinstance(tied, dict) and (config is None or model is not None):
-        further = further_names({str(name): str(first) for name, first in tied.items()}, model)
+        ties = {str(name): str(first) for name, first in tied.items()}
+        further, kept = further_names(ties, model), kept_names(ties, model)
         sources |= {name: sources[first] for name, first in further.items() if first in sources}
+        sources = {kept.get(name, name): source for name, source in sources.items()}
     weights, taken = stored_weights(reader, sources)
     plain = {name: source for name, source in sources.items() if name not in taken}
     _refuse_codes(reader, plain)

@@ -38,7 +38,7 @@ class FileValues(Protocol):
         """Initialise a module's buffers, and its parameters that are not absent."""
 
     def reads(self, name: str) -> bool:
-        """Whether all values of a parameter are read, so that none is drawn."""
+        """Whether all values of a parameter or buffer are read, so that none is drawn."""
 
     def keep(self, name: str, values: torch.Tensor) -> None:
         """Take the initial values of a parameter that is not read wholly."""
@@ -123,7 +123,7 @@ class Materialiser:
             self._run(module)
             for parameter, value in kept:
                 parameter.data.copy_(value)
-            self._check(module, [*fresh, *buffers])
+            self._check(module, [*fresh, *(name for name in buffers if not self._gives(module, name))])
 
     def _replace(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
         released = parameter in self.uncut.released
@@ -143,6 +143,10 @@ class Materialiser:
 
     def _is_read(self, parameter: nn.Parameter) -> bool:
         return self._files is not None and self._files.reads(self._names.get(parameter, ""))
+
+    def _gives(self, module: nn.Module, buffer: str) -> bool:
+        path = self._paths[module]
+        return self._files is not None and self._files.reads(f"{path}.{buffer}" if path else buffer)
 
     def _set_aside(self) -> None:
         """Keep the values of initialised parameters until all are loaded ([Note: values from files])."""
@@ -173,7 +177,7 @@ class Materialiser:
 
     def _check(self, module: nn.Module, names: list[str]) -> None:
         for name in names:
-            if _unset(getattr(module, name)):
+            if is_unset(getattr(module, name)):
                 path = self._paths[module]
                 raise ModelError(
                     f"'{path + '.' if path else ''}{name}' of a model on the meta device got no values from the "
@@ -193,13 +197,14 @@ def _absent_like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _unset_like(tensor: torch.Tensor) -> torch.Tensor:
-    """A real tensor that `_unset` recognises: NaN, or integers that were never written."""
+    """A real tensor that `is_unset` recognises: NaN, or integers that were never written."""
     if tensor.is_floating_point() or tensor.is_complex():
         return torch.full_like(tensor, float("nan"), device="cpu", requires_grad=False)
     return torch.zeros_like(tensor, device="cpu", requires_grad=False)
 
 
-def _unset(tensor: torch.Tensor | None) -> bool:
+def is_unset(tensor: torch.Tensor | None) -> bool:
+    """Whether a tensor was made by `_unset_like` and not written since."""
     if tensor is None:
         return False
     if tensor.is_floating_point() or tensor.is_complex():

@@ -46,7 +46,7 @@ def built_by_diffusers(folder: Path, kind: Any, dtype: torch.dtype | None) -> nn
         ModelError: diffusers refuses the configuration.
     """
     try:
-        with _parameters_on_meta():
+        with parameters_on_meta():
             model: nn.Module = kind.from_config(kind.load_config(str(folder), local_files_only=True))
     except Exception as error:  # of any class
         reason = str(error).partition("\n")[0]
@@ -55,12 +55,12 @@ def built_by_diffusers(folder: Path, kind: Any, dtype: torch.dtype | None) -> nn
 
 
 @contextmanager
-def _parameters_on_meta() -> Iterator[None]:
+def parameters_on_meta() -> Iterator[None]:
     """Put each parameter on the meta device when a module registers it, before it is drawn."""
     own = nn.Module.register_parameter
 
     def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None:
+        if param is not None and not param.is_meta:
             param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
         own(module, name, param)
 

@@ -22,7 +22,7 @@ from zeroshard.engine.engine import LossFunction
 from zeroshard.errors import CheckpointError, ConfigError, ModelError, OptimizerError, ZeroshardError
 from zeroshard.interop.huggingface.adapter_files import adapter_file, stored_config
 from zeroshard.interop.huggingface.conversion import Renamed, pretrained_part
-from zeroshard.interop.huggingface.diffusion import built_by_diffusers, diffusion_class
+from zeroshard.interop.huggingface.diffusion import built_by_diffusers, diffusion_class, parameters_on_meta
 from zeroshard.interop.huggingface.pretrained import MatchedValues, PretrainedFiles
 from zeroshard.interop.huggingface.quantized import package, quantise
 from zeroshard.interop.huggingface.scaled import quantisation_of
@@ -230,7 +230,7 @@ def build(folder: Path, kind: type | None, dtype: torch.dtype | str | None = Non
     if dtype == "auto":
         chosen = config.dtype or _dtype_of_files(folder)
     try:
-        with torch.device("meta"), _undrawn():
+        with torch.device("meta"), _undrawn(), parameters_on_meta():  # some constructors draw on the host
             built: nn.Module = make(config, dtype=chosen or torch.float32)
     except Exception as error:
         reason = str(error).partition("\n")[0]

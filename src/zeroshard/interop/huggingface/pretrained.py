@@ -34,7 +34,7 @@ from zeroshard.interop.huggingface.quantized import by_own_names, quantised_tens
 from zeroshard.interop.huggingface.scaled import ScaledShards, quantisation_of
 from zeroshard.text import format_names
 from zeroshard.units.adapters import base_names
-from zeroshard.units.materialise import is_absent
+from zeroshard.units.materialise import is_absent, is_unset
 from zeroshard.units.token_layers import token_layers
 from zeroshard.validation.ranks import tied_names
 
@@ -214,6 +214,8 @@ class MatchedValues:
         with importlib.import_module("transformers.initialization").guard_torch_init_functions():
             initialise = own if owner is None else partial(owner._init_weights, module)
             initialise()
+            if owner is not None and any(map(is_unset, module._buffers.values())):
+                owner._init_weights(owner)  # some fill buffers of the modules inside
 
     def reads(self, name: str) -> bool:
         """Whether the files give all values of a parameter."""
