@@ -9,16 +9,20 @@ engine on a model takes the weights over in the same way, without states, and th
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from zeroshard.access.leaving import leave, refuse_forwards
-from zeroshard.errors import PlanError
+from zeroshard.comm.collectives import Comm
+from zeroshard.comm.mesh import Mesh
+from zeroshard.errors import CommError, PlanError
 from zeroshard.units.ignored import OptimizerLike, is_ignored, mark_ignored
 
+SHOWN = 2000  # letters of an error
 _engines: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]]" = weakref.WeakKeyDictionary()
 Named = dict[str, Any]
 Groups = Iterable[Mapping[str, Any]]
@@ -81,6 +85,7 @@ class RebuildAccess:
         Raises:
             PlanError: gradients of a step are there, the call is inside of `gathered()`, or the plan cannot. After an
                 error of `change` or of the new engine this one is retired, and the model is a plain one.
+            CommError: `change` or `groups` ended in an error on another rank alone, with that error.
         """
         engine: Any = self
         _refuse(engine, "engine.rebuild()")
@@ -92,9 +97,10 @@ class RebuildAccess:
         vars(engine).clear()
         gc.collect()  # the buffers of the old parts are in rings
         try:
-            if change is not None:
-                change(model)
-            _regroup(optimizer, model, new.ignored, groups(model) if callable(groups) else groups)
+            with _alike(mesh):
+                if change is not None:
+                    change(model)
+                _regroup(optimizer, model, new.ignored, groups(model) if callable(groups) else groups)
             names = {id(parameter): name for name, parameter in model.named_parameters()}
             states = {names[id(p)]: own for p, shape, own in left if id(p) in names and p.shape == shape}
             del left
@@ -157,6 +163,27 @@ def _follow(optimizer: torch.optim.Optimizer, before: Mapping[str, nn.Parameter]
     moved = {id(parameter): now[name] for name, parameter in before.items() if now[name] is not parameter}
     for group in optimizer.param_groups if moved else ():
         group["params"] = list(dict.fromkeys(moved.get(id(p), p) for p in group["params"]))
+
+
+@contextmanager
+def _alike(mesh: Mesh) -> Iterator[None]:
+    """End a change of the model on all ranks when it ends in an error on one; a collective call."""
+    failed: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failed = error
+    text = "" if failed is None else f"{type(failed).__name__}: {failed}"[:SHOWN]
+    answers = Comm(mesh).agree_on(text, "change of engine.rebuild()")
+    if failed is not None:
+        raise failed
+    for rank, problem in enumerate(answers):
+        if problem:
+            raise CommError(
+                f"engine.rebuild() ended on rank {rank} in an error of `change` or `groups` ({problem}), so it ended "
+                f"on all ranks, and the engine is retired. Let both do the same on every rank; then make a new engine "
+                f"on all ranks, and load a checkpoint."
+            )
 
 
 def _counts(engine: Any) -> Named:
