@@ -97,7 +97,7 @@ class RebuildAccess:
         vars(engine).clear()
         gc.collect()  # the buffers of the old parts are in rings
         try:
-            with _alike(mesh):
+            with _shared_failure(mesh):
                 if change is not None:
                     change(model)
                 _regroup(optimizer, model, new.ignored, groups(model) if callable(groups) else groups)
@@ -166,7 +166,7 @@ def _follow(optimizer: torch.optim.Optimizer, before: Mapping[str, nn.Parameter]
 
 
 @contextmanager
-def _alike(mesh: Mesh) -> Iterator[None]:
+def _shared_failure(mesh: Mesh) -> Iterator[None]:
     """End a change of the model on all ranks when it ends in an error on one; a collective call."""
     failed: Exception | None = None
     try:
