@@ -1,6 +1,7 @@
 """Configurations of models that are no causal language models: their classes, their batches, and their plans."""
 
 import json
+import re
 import tomllib
 from collections.abc import Callable
 from dataclasses import replace
@@ -50,6 +51,8 @@ SIGHTED = {
     "image_token_id": 5,
     "vision_feature_layer": -1,
 }
+SIGLIP = {**IMAGE, "model_type": "siglip_vision_model", "vision_use_head": False}
+TILES = [[32, 64], [64, 32]]
 CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...], int]] = {  # its labels' shape follows from the sequence
     "T5ForConditionalGeneration": ("T5Config", T5, ("input_ids", "labels"), 20),
     "BartForConditionalGeneration": ("BartConfig", BART, ("input_ids", "labels"), 20),
@@ -91,13 +94,61 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...], int]] = {  # its la
          "image_token_id": 5, "vision_start_token_id": 6, "vision_end_token_id": 7},
         ("input_ids", "mm_token_type_ids", "pixel_values", "image_grid_thw", "labels"), 20,
     ),
+    "LlavaNextForConditionalGeneration": (
+        "LlavaNextConfig", SIGHTED | {"image_grid_pinpoints": TILES},
+        ("input_ids", "pixel_values", "image_sizes", "labels"), 60,
+    ),
+    "DeepseekVLForConditionalGeneration": (
+        "DeepseekVLConfig", SIGHTED | {"vision_config": SIGLIP}, ("input_ids", "pixel_values", "labels"), 20,
+    ),
+    "DeepseekVLHybridForConditionalGeneration": (
+        "DeepseekVLHybridConfig",
+        {"text_config": LLAMA, "vision_config": SIGLIP, "image_token_id": 5, "high_res_vision_config": {
+            "model_type": "sam_vision_model", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+            "image_size": 64, "patch_size": 8, "output_channels": 8, "window_size": 4, "global_attn_indexes": [1],
+            "mlp_dim": 24}},
+        ("input_ids", "pixel_values", "high_res_pixel_values", "labels"), 20,
+    ),
+    "IdeficsForVisionText2Text": (
+        "IdeficsConfig",
+        TEXT | {"max_position_embeddings": 64, "additional_vocab_size": 0, "cross_layer_interval": 1,
+                "vision_config": {"embed_dim": 16, **IMAGE}},
+        ("input_ids", "image_attention_mask", "pixel_values", "labels"), 20,
+    ),
+    "AriaForConditionalGeneration": (
+        "AriaConfig",
+        {"text_config": LLAMA | {"model_type": "aria_text", "moe_num_experts": 4, "moe_topk": 2,
+                                 "moe_num_shared_experts": 1, "pad_token_id": 0},
+         "vision_config": {**IMAGE, "model_type": "idefics3_vision"}, "projector_patch_to_query_dict": {16: 4},
+         "image_token_index": 5},
+        ("input_ids", "pixel_values", "labels"), 20,
+    ),
+    "BlipForConditionalGeneration": (
+        "BlipConfig",
+        {"text_config": TEXT | {"encoder_hidden_size": 16, "max_position_embeddings": 64}, "vision_config": IMAGE,
+         "projection_dim": 16, "image_text_hidden_size": 16},
+        ("input_ids", "pixel_values", "labels"), 20,
+    ),
+    "Glm4vForConditionalGeneration": (
+        "Glm4vConfig",
+        {"text_config": {**LLAMA, "model_type": "glm4v_text", "head_dim": 8,
+                         "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}},
+         "vision_config": {"depth": 2, "hidden_size": 16, "num_heads": 2, "patch_size": 8, "image_size": 32,
+                           "out_hidden_size": 16, "intermediate_size": 24},
+         "image_token_id": 5, "image_start_token_id": 6, "image_end_token_id": 7, "video_start_token_id": 8,
+         "video_end_token_id": 9, "video_token_id": 10},
+        ("input_ids", "mm_token_type_ids", "pixel_values", "image_grid_thw", "labels"), 20,
+    ),
     "CLIPModel": (
         "CLIPConfig",
         {"text_config": TEXT | {"max_position_embeddings": 12}, "vision_config": IMAGE},
         ("input_ids", "pixel_values", "return_loss"), 12,
     ),
 }  # fmt: skip
-UNLIKE = "Whisper", "AST", "Wav2Vec2", "CLIPModel", "Llava", "PaliGemma", "SmolVLM", "Qwen2VL"  # numbers of tokens
+UNLIKE = (  # numbers of tokens
+    *("Whisper", "AST", "Wav2Vec2", "CLIPModel", "Llava", "PaliGemma", "SmolVLM", "Qwen2VL", "LlavaNext", "DeepseekVL"),
+    *("DeepseekVLHybrid", "Idefics", "Aria", "Blip", "Glm4v"),
+)
 
 
 def written(folder: Path, name: str, kind: str, settings: dict[str, Any]) -> Path:
@@ -110,7 +161,7 @@ def written(folder: Path, name: str, kind: str, settings: dict[str, Any]) -> Pat
 def test_a_batch_of_a_configuration_trains_its_class(tmp_path: Path, name: str) -> None:
     """A step with real values has a finite loss, and every parameter but unused ones gets a gradient."""
     kind, settings, keys, sequence = CASES[name]
-    found = other_model(written(tmp_path, name, kind, settings), 20)
+    found = other_model(written(tmp_path, name, kind, settings), max(20, sequence))
     assert found is not None and found.name == name and found.sequence == sequence
     batch = found.batch(3)
     assert tuple(batch) == keys
@@ -123,7 +174,7 @@ def test_a_batch_of_a_configuration_trains_its_class(tmp_path: Path, name: str) 
     loss = model(**batch).loss
     assert torch.isfinite(loss)
     loss.backward()
-    without = [path for path, parameter in model.named_parameters() if parameter.grad is None]
+    without = [path for path, each in model.named_parameters() if each.requires_grad and each.grad is None]
     assert len(without) < 4, without
 
 
@@ -198,6 +249,32 @@ def test_a_row_that_is_too_short_for_its_image_is_refused(tmp_path: Path) -> Non
         other_model(written(tmp_path, name, *CASES[name][:2]), 16)
 
 
+@pytest.mark.parametrize(
+    "name, kind, settings, reason",
+    [
+        (
+            "InstructBlipForConditionalGeneration",
+            "InstructBlipConfig",
+            {"vision_config": IMAGE, "image_token_index": 5, "num_query_tokens": 4},
+            "missing 1 required positional argument: 'qformer_input_ids'",
+        ),
+        (  # logits of more tokens than its loss counts
+            "IdeficsForVisionText2Text",
+            "IdeficsConfig",
+            CASES["IdeficsForVisionText2Text"][1] | {"additional_vocab_size": 2},
+            "shape '[-1, 300]' is invalid for input of size 6040",
+        ),
+    ],
+)
+def test_a_class_without_a_loss_of_such_a_batch_is_refused_with_its_reason(
+    tmp_path: Path, name: str, kind: str, settings: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    said = rf"{name} makes no loss of the planner's batch, input_ids, .*: .*{re.escape(reason)}; give code of your own"
+    with pytest.raises(ModelError, match=said):
+        other_model(written(tmp_path, name, kind, settings), 20)
+    assert "Traceback" not in caplog.text
+
+
 def test_patches_of_all_images_are_cut_into_microbatches_as_in_a_run(tmp_path: Path) -> None:
     """Their first dimension is not that of the text."""
     name = "Qwen2VLForConditionalGeneration"
@@ -248,6 +325,10 @@ PEAKS = {
     **dict.fromkeys(("T5ForConditionalGeneration", "ViTForImageClassification", "BertForMaskedLM"), "bf16"),
     **dict.fromkeys(("LlavaForConditionalGeneration", "PaliGemmaForConditionalGeneration"), "bf16"),
     **dict.fromkeys(("SmolVLMForConditionalGeneration", "Qwen2VLForConditionalGeneration"), "bf16"),
+    **dict.fromkeys(("LlavaNextForConditionalGeneration", "DeepseekVLForConditionalGeneration"), "bf16"),
+    **dict.fromkeys(("DeepseekVLHybridForConditionalGeneration", "IdeficsForVisionText2Text"), "bf16"),
+    **dict.fromkeys(("AriaForConditionalGeneration", "BlipForConditionalGeneration"), "bf16"),
+    "Glm4vForConditionalGeneration": "bf16",
     **dict.fromkeys(("Wav2Vec2ForCTC", "SegformerForSemanticSegmentation"), "fp32"),  # norms of theirs need fp32
 }
 
@@ -261,13 +342,14 @@ def drawn(build: Callable[[], torch.nn.Module]) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize(
-    "name", by_default(PEAKS, "T5ForConditionalGeneration", "Qwen2VLForConditionalGeneration", "Wav2Vec2ForCTC")
+    "name",
+    by_default(PEAKS, "Qwen2VLForConditionalGeneration", "DeepseekVLHybridForConditionalGeneration", "Wav2Vec2ForCTC"),
 )
 def test_peaks_are_those_of_runs(tmp_path: Path, name: str) -> None:
     """The planned peak of a step is that of a run, as torch's profiler counts it."""
-    kind, settings, *_ = CASES[name]
+    kind, settings, _, sequence = CASES[name]
     file = written(tmp_path, name, kind, settings)
-    task = other_task(TrainConfig(model=str(file), tokenizer="bytes", sequence=20), 8)
+    task = other_task(TrainConfig(model=str(file), tokenizer="bytes", sequence=max(20, sequence)), 8)
     assert task is not None
     optimizer, plan = partial(torch.optim.AdamW, lr=1e-3), zs.Plan.from_dict({"precision": PEAKS[name]})
     task = replace(task, optimizer=optimizer, host_optimizer=None, whole_model=False, build=partial(drawn, task.build))

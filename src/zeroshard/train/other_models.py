@@ -41,6 +41,7 @@ LABELS = {  # auto mappings of transformers, by the labels of their models
 }
 BESIDE_TEXT = "contrast", "image"
 TRIED = "image", "letter", "pixel"  # labels of classes whose inputs differ
+MAPPINGS = "transformers.models.auto.modeling_auto"
 LETTERS = 4  # frames of audio for each letter of its text
 
 
@@ -135,7 +136,7 @@ def other_model(file: Path, sequence: int) -> OtherModel | None:
         config = transformers.AutoConfig.from_pretrained(str(file), local_files_only=True, trust_remote_code=False)
     except Exception:  # transformers has no base class of its errors; the caller's next reading raises it in words
         return None
-    mappings = importlib.import_module("transformers.models.auto.modeling_auto")
+    mappings = importlib.import_module(MAPPINGS)
     name = next(iter(getattr(config, "architectures", None) or ()), "")
     kind: Any = getattr(transformers, name, None)
     if not hasattr(kind, "main_input_name") or name in _classes(mappings, "CAUSAL_LM"):
@@ -154,11 +155,14 @@ def other_model(file: Path, sequence: int) -> OtherModel | None:
 
 
 def _tried(model: OtherModel) -> OtherModel | None:
-    """The model with the tokens that stand for the image of a row; None if it makes no loss of its batch.
+    """The model with the tokens that stand for the image of a row.
+
+    None if it makes no loss of its batch, and its family has a causal language model.
 
     Raises:
-        ModelError: the text of a row is too short for its image.
+        ModelError: the text of a row is too short for its image, or the model makes no loss and has no such family.
     """
+    reason = "its output has no loss"
     try:
         with valueless():
             made = model.build()
@@ -168,9 +172,16 @@ def _tried(model: OtherModel) -> OtherModel | None:
             loss = made(**model.batch(1)).loss
     except ModelError:
         raise
-    except Exception:  # transformers has no base class of its errors
+    except Exception as error:  # transformers has no base class of its errors
+        loss, reason = None, str(error).strip().partition("\n")[0].partition(". ")[0] or type(error).__name__
+    if isinstance(loss, Tensor):
+        return model
+    if model.config.model_type in importlib.import_module(MAPPINGS).MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return None
-    return model if isinstance(loss, Tensor) else None
+    raise ModelError(
+        f"{model.name} makes no loss of the planner's batch, {', '.join(model.batch(1))}, on tensors without values: "
+        f"{reason}; give code of your own with a batch: --model mine.py:Net --batch-of mine.py:batch"
+    )
 
 
 def _check_length(model: OtherModel) -> None:
@@ -186,7 +197,7 @@ def reads_later_tokens(config: Any) -> str | None:
 
     The causal class of its family would train without its encoder, or with each label among its inputs.
     """
-    mappings = importlib.import_module("transformers.models.auto.modeling_auto")
+    mappings = importlib.import_module(MAPPINGS)
     named = next(iter(getattr(config, "architectures", None) or ()), "")
     other = _classes(mappings, "MASKED_LM") | _classes(mappings, "SEQ_TO_SEQ_CAUSAL_LM")
     if named not in other - _classes(mappings, "CAUSAL_LM") or getattr(config, "is_decoder", False):
