@@ -28,7 +28,15 @@ from zeroshard.access.whole_layers import (
     with_values,
 )
 from zeroshard.access.whole_weights import HeldBoxes, WholeWeights
-from zeroshard.checkpoint.export import CONFIG, ExportPlan, folder_of, narrowed, plan_export, texts_of
+from zeroshard.checkpoint.export import (
+    CONFIG,
+    ExportPlan,
+    config_of_diffusers,
+    folder_of,
+    narrowed,
+    plan_export,
+    texts_of,
+)
 from zeroshard.checkpoint.file_names import FAMILY, further_names, grouped, kept_names, renamed
 from zeroshard.checkpoint.stream import Slot
 from zeroshard.errors import CheckpointWarning, PlanError
@@ -150,6 +158,7 @@ def plan_merged(whole: TensorTable, model: Any, sizes: ExportSizes) -> tuple[Exp
         for name, held in merging.held.items()
     ]
     groups = grouped(slots, None if config is None else FAMILY, base)
+    texts[CONFIG] = config or config_of_diffusers(base)
     wide = {name for name, held in merging.held.items() if held.kept != torch.float16}
     most = shard_bytes(sizes.shard_size, "shard_size")
     return plan_export(groups, most, texts, folder_of(base), narrowed(groups, wide)), merging.read

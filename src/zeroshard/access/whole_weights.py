@@ -19,9 +19,8 @@ from zeroshard.checkpoint.boxes import Box, BoxValues
 from zeroshard.checkpoint.disk import CheckpointDisk
 from zeroshard.checkpoint.export import (
     CONFIG,
-    STEM,
     ExportPlan,
-    as_in_diffusers,
+    config_of_diffusers,
     converted,
     folder_of,
     narrowed,
@@ -219,14 +218,13 @@ class WholeWeights:
         most = shard_bytes(shard_size, "shard_size")
         texts, tied = texts_of(self._model), self.tied
         groups = self.groups(dtype, None if texts[CONFIG] is None else FAMILY, masters=True)
-        stem = STEM
         if texts[CONFIG] is None:  # all names of the state dict
-            texts[CONFIG], stem = as_in_diffusers(self._model)
+            texts[CONFIG] = config_of_diffusers(self._model)
             by_name = {group.sources[0].key: group.sources[0] for group in groups}
             groups += [renamed(by_name[first], name) for name, first in tied.items() if first in by_name]
         wide = {held.name for held in self.table if held.kept != torch.float16}
         wide |= {name for name, first in tied.items() if first in wide}
-        self.write(out, plan_export(groups, most, texts, folder_of(self._model), narrowed(groups, wide), stem))
+        self.write(out, plan_export(groups, most, texts, folder_of(self._model), narrowed(groups, wide)))
 
     def write(self, out: Path, plan: ExportPlan, read: Callable[[Slot], Tensor] | None = None) -> None:
         """Write the files of a plan on rank 0, one tensor at a time; a collective call.

@@ -29,7 +29,8 @@ from zeroshard.checkpoint.weights import INDICES
 from zeroshard.errors import CheckpointError, ConfigError
 
 SHARD_SIZE = "5GB"
-STEM = "model"  # of the names of weight files of transformers
+STEM, STEM_OF_DIFFUSERS = "model", "diffusion_pytorch_model"  # of the names of weight files
+CLASS_OF_DIFFUSERS = "_class_name"  # its key in a configuration
 CONFIG, GENERATION = "config.json", "generation_config.json"
 OF_INPUTS = (  # names of files about inputs and outputs, which training leaves as they are
     *("tokenizer*.json", "tokenizer*.model", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt"),
@@ -69,7 +70,6 @@ def plan_export(
     texts: Mapping[str, dict[str, Any] | None],
     source: Path | None,
     checked: frozenset[str] = frozenset(),
-    stem: str = STEM,
 ) -> ExportPlan:
     """Assign tensors to files.
 
@@ -78,7 +78,6 @@ def plan_export(
         texts: by file name, tables; without those that are None.
         source: a folder whose files about inputs are copied; None for no copies.
         checked: names of tensors in fp16 whose values had a wider range.
-        stem: of the names of weight files.
     """
     groups = [replace(group, results=tuple(sorted(group.results, key=_alignment))) for group in groups]
     groups.sort(key=lambda group: min(map(_alignment, group.results), default=0))
@@ -90,9 +89,10 @@ def plan_export(
             nbytes = 0
         parts[-1].append(slot)
         nbytes += slot.nbytes
+    tables = {name: dict(table) for name, table in texts.items() if table is not None}
+    stem = stem_of(tables.get(CONFIG))
     names = [f"{stem}-{n:05d}-of-{len(parts):05d}.safetensors" for n in range(1, len(parts) + 1)]
     shards = dict(zip(names if len(parts) > 1 else [f"{stem}.safetensors"], parts, strict=True))
-    tables = {name: dict(table) for name, table in texts.items() if table is not None}
     floating = {slot.dtype for part in parts for slot in part if slot.dtype.is_floating_point}
     if stem == STEM and CONFIG in tables and len(floating) == 1:  # otherwise the configuration's own
         tables[CONFIG]["dtype"] = str(floating.pop()).removeprefix("torch.")
@@ -145,12 +145,18 @@ def texts_of(model: nn.Module) -> dict[str, dict[str, Any] | None]:
     }
 
 
-def as_in_diffusers(model: Any) -> tuple[dict[str, Any] | None, str]:
-    """The configuration of a model of diffusers, and the stem of its weight files; None and `STEM` for any other."""
+def config_of_diffusers(model: Any) -> dict[str, Any] | None:
+    """The configuration of a model of diffusers; None for any other."""
     describe = getattr(model, "to_json_string", None)
     if describe is None or not hasattr(type(model), "load_config"):
-        return None, STEM
-    return json.loads(describe()), "diffusion_pytorch_model"
+        return None
+    table: dict[str, Any] = json.loads(describe())
+    return table
+
+
+def stem_of(config: Mapping[str, Any] | None) -> str:
+    """The stem of the names of weight files beside a configuration."""
+    return STEM_OF_DIFFUSERS if config is not None and CLASS_OF_DIFFUSERS in config else STEM
 
 
 def folder_of(model: nn.Module) -> Path | None:

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from zeroshard.checkpoint import MANIFEST, Reader
 from zeroshard.checkpoint.compare import Comparison, compare
+from zeroshard.checkpoint.export import CLASS_OF_DIFFUSERS
 from zeroshard.checkpoint.folder import find_checkpoint
 from zeroshard.cli.early_options import DiffOptions, InfoOptions, ListOptions, VerifyOptions, read_checkpoint_action
 from zeroshard.errors import CheckpointError, DamagedError
@@ -260,7 +261,7 @@ def _described(key: str, value: Any) -> str:
     if key == "plan" and isinstance(value, dict):
         return ", ".join(f"{name}={setting}" for name, setting in value.items() if setting not in (None, [], False))
     if key == "config" and isinstance(value, dict):
-        return f"{value.get('model_type')}, {_many(len(value), 'key')}"
+        return f"{value.get('model_type', value.get(CLASS_OF_DIFFUSERS))}, {_many(len(value), 'key')}"
     return _shortened(value)
 
 

@@ -9,6 +9,7 @@ import torch
 
 from zeroshard.checkpoint import CheckpointDisk, Reader, Slot
 from zeroshard.checkpoint.export import (
+    CLASS_OF_DIFFUSERS,
     CONFIG,
     GENERATION,
     ExportPlan,
@@ -94,7 +95,8 @@ def planned(reader: Reader, dtype: torch.dtype | None, most: int) -> tuple[Expor
     """Assign tensors to names and files.
 
     A model of transformers is written as its own `save_pretrained` does: parameters that its class ties once, under the
-    names of its family, `config.json` beside them. Of any other model all names of its state dict are written.
+    names of its family, `config.json` beside them. Of any other model all names of its state dict are written; of one
+    of diffusers, its configuration too.
 
     Args:
         dtype: of floating-point tensors; None for as they are.
@@ -108,6 +110,8 @@ def planned(reader: Reader, dtype: torch.dtype | None, most: int) -> tuple[Expor
     """
     config, tied = reader.facts.get("config"), reader.facts.get("tied")
     config = config if isinstance(config, dict) else None  # other programs may write other facts
+    texts = {CONFIG: config, GENERATION: reader.facts.get("generation")}
+    config = None if config is not None and CLASS_OF_DIFFUSERS in config else config
     sources = {name: f"{kind}:{name}" for kind in ("weight", "buffer") for name in reader.names(kind)}
     model = None if config is None else _on_meta(config)
     if isinstance(tied, dict) and (config is None or model is not None):
@@ -131,7 +135,6 @@ def planned(reader: Reader, dtype: torch.dtype | None, most: int) -> tuple[Expor
         groups = grouped(slots, FAMILY, model)
     else:
         groups = stacks_apart(slots, str(config.get("model_type")))
-    texts = {CONFIG: config, GENERATION: reader.facts.get("generation")}
     origin = reader.facts.get("origin")
     return plan_export(groups, most, texts, Path(origin) if origin else None, narrowed(groups, wide)), found
 
@@ -195,6 +198,8 @@ def _print(plan: ExportPlan, reader: Reader, out: Path) -> None:
     adapted = any(".base_layer." in slot.key for slot in slots)  # peft's names, which no from_pretrained reads
     if "adapter_config.json" in plan.texts:
         print(f"Load it with peft.PeftModel.from_pretrained(base, {str(out)!r})")
+    elif CLASS_OF_DIFFUSERS in plan.texts.get(CONFIG, ()):
+        print(f"Load it with diffusers.{plan.texts[CONFIG][CLASS_OF_DIFFUSERS]}.from_pretrained({str(out)!r})")
     elif CONFIG in plan.texts and not adapted:
         kinds = plan.texts[CONFIG].get("architectures")
         kind = kinds[0] if isinstance(kinds, list) and kinds else "AutoModel"

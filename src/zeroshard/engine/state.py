@@ -36,7 +36,7 @@ from zeroshard.checkpoint import (
     rng,
     write,
 )
-from zeroshard.checkpoint.export import CONFIG, GENERATION, folder_of, texts_of
+from zeroshard.checkpoint.export import CONFIG, GENERATION, config_of_diffusers, folder_of, texts_of
 from zeroshard.checkpoint.facts import check_facts, check_ignored, given, kept
 from zeroshard.comm.mesh import local_ranks
 from zeroshard.engine.build import Assembly
@@ -325,7 +325,7 @@ class State:
             **quantised_facts(self._model),
             **adapter_facts(self._model),
             "tied": self.tied,
-            "config": texts[CONFIG],
+            "config": texts[CONFIG] or config_of_diffusers(self._model),
             "generation": texts[GENERATION],
             "origin": None if folder is None else str(folder),
         }

@@ -12,6 +12,7 @@ from plain_loop import plain_loop
 from pool import Pool
 
 import zeroshard as zs
+from zeroshard.cli.main import main
 from zeroshard.errors import CheckpointError, ModelError
 
 diffusers = pytest.importorskip("diffusers")
@@ -102,6 +103,53 @@ def test_several_files_with_their_index(tmp_path: Path) -> None:
     again = type(plain).from_pretrained(tmp_path / "out")
     for name, value in plain.state_dict().items():
         torch.testing.assert_close(again.state_dict()[name], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("words", [[], ["--dtype", "bf16", "--max-shard-size", "30KB"]])
+def test_a_checkpoint_is_exported_as_the_class_reads_it(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = made("convolutions")
+    plain.save_pretrained(tmp_path / "model")
+    engine = zs.from_pretrained(tmp_path / "model", SGD, zs.Plan(zero=2))
+    engine.backward(loss_of(engine(**batch("convolutions", 0))))
+    engine.step()
+    engine.save(tmp_path / "saved", wait=True)
+    main(["export", str(tmp_path / "saved"), "--out", str(tmp_path / "out"), *words])
+    assert f"Load it with diffusers.UNet2DModel.from_pretrained('{tmp_path / 'out'}')" in capsys.readouterr().out
+    wanted = engine.state_dict()
+    again = diffusers.UNet2DModel.from_pretrained(tmp_path / "out", torch_dtype=torch.bfloat16 if words else None)
+    theirs, ours = (json.loads((tmp_path / where / "config.json").read_text()) for where in ("model", "out"))
+    assert {key: ours[key] for key in theirs} == theirs
+    assert all(torch.equal(value, wanted[name].to(value.dtype)) for name, value in again.state_dict().items())
+    assert {value.dtype for value in again.state_dict().values()} == {torch.bfloat16 if words else torch.float32}
+    assert len(list((tmp_path / "out").glob("diffusion_pytorch_model*.safetensors"))) == 1 or words
+
+
+def test_adapters_are_merged_into_what_the_class_reads(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(4)
+    own = {"joint_attention_dim": 16, "caption_projection_dim": 16, "pooled_projection_dim": 16}
+    model = diffusers.SD3Transformer2DModel(**SIZES, num_layers=1, num_attention_heads=2, pos_embed_max_size=8, **own)
+    given = {
+        "hidden_states": torch.randn(2, 4, 8, 8),
+        "encoder_hidden_states": torch.randn(2, 3, 16),
+        "pooled_projections": torch.randn(2, 16),
+        "timestep": torch.tensor([3, 40]),
+    }
+    before = model.eval()(**given).sample.detach()
+    model.requires_grad_(False)
+    model.add_adapter(peft.LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights=False))
+    engine = zs.Engine(model, SGD, zs.Plan(zero=2))
+    engine.backward(loss_of(engine(**given)))
+    engine.step()
+    with torch.no_grad():
+        wanted = engine(**given).sample
+    assert not torch.allclose(wanted, before, rtol=1e-3)
+    engine.export(tmp_path / "out", merge=True)
+    again = diffusers.SD3Transformer2DModel.from_pretrained(tmp_path / "out")
+    with torch.no_grad():
+        torch.testing.assert_close(again.eval()(**given).sample, wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_the_class_may_be_given_and_the_dtype(tmp_path: Path) -> None:

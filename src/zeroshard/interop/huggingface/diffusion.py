@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeroshard.checkpoint.export import CLASS_OF_DIFFUSERS
 from zeroshard.errors import ModelError
 from zeroshard.interop.huggingface.quantized import package
-
-CLASS = "_class_name"  # of its configuration
 
 
 def diffusion_class(config: Path, kind: type | None) -> Any:
@@ -28,7 +27,7 @@ def diffusion_class(config: Path, kind: type | None) -> Any:
     if kind is not None:
         return kind if hasattr(kind, "load_config") and hasattr(kind, "from_config") else None
     try:
-        name = json.loads(config.read_text()).get(CLASS)
+        name = json.loads(config.read_text()).get(CLASS_OF_DIFFUSERS)
     except (OSError, ValueError, AttributeError):
         return None
     if name is None:
