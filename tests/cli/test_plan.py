@@ -394,6 +394,7 @@ def test_a_module_that_is_not_there() -> None:
         ({"largest": True, "html": Path("x")}, "takes no html; leave it out"),
         ({"largest": True, "tensor_parallel": 2}, "takes no tensor.parallel; leave it out"),
         ({"tensor_parallel": 1}, "tensor_parallel is 1; it must be 2 or more, or left out"),
+        ({"adapter_rank": 8}, "adapter_rank is 8 and no adapters are asked for; add adapters=lora"),
         ({"params": 1e9}, "say ranks, or gpus"),
         ({"params": 0.5, "gpus": 1}, "params is 0.5"),
     ],
@@ -419,6 +420,19 @@ def test_options_that_cannot_be(given: dict[str, Any], complaint: str) -> None:
 def test_machines_that_cannot_be(given: dict[str, Any], kind: type[ZeroshardError], complaint: str) -> None:
     with pytest.raises(kind, match=complaint):
         described_machines(PlanOptions(**given), Path("machine.json"))
+
+
+@pytest.mark.parametrize(
+    "given, node, way",
+    [
+        (("--tensor-parallel", "2"), 1, "leave it out"),
+        (("--gpus", "8", "--tensor-parallel", "3"), 8, "set it to 2 or 4 or 8"),
+        (("--gpus", "6", "--per-node", "4", "--tensor-parallel", "4"), 4, "set it to 2"),
+    ],
+)
+def test_layers_are_split_among_equal_groups_of_a_node(given: tuple[str, ...], node: int, way: str) -> None:
+    with pytest.raises(ConfigError, match=rf"of one node, of which there are {node}, in equal groups; {way}\."):
+        read_question(["--gpu", "A100-80", *given], {})
 
 
 def test_machines_are_as_the_options_say() -> None:

@@ -15,6 +15,7 @@ from zeroshard.train.named_models import code_named, is_code, model_named
 from zeroshard.train.options import parse
 
 THIS_MACHINE, MODEL = "this machine", "tiny"
+ADAPTER_RANK = 16
 ROWS, SEQUENCE = 4, 1024  # rows per device; tokens for a model without a context length
 Precision = Literal["fp32", "bf16", "fp16"]
 HALVES: tuple[Precision, ...] = ("bf16", "fp16")
@@ -63,7 +64,7 @@ class PlanOptions:
     adapters: Literal["lora", "qlora"] | None = None
     """Train adapters beside the frozen model (LoRA), or beside one in 4 bits (QLoRA); by default where nothing else
     fits."""
-    adapter_rank: int = 16
+    adapter_rank: int = ADAPTER_RANK
     """Rank of the adapters, which all linear layers but the output layer get."""
     offload: bool = False
     """Try plans with offload to host memory even if others fit; if none does, they are tried in any case."""
@@ -124,6 +125,8 @@ class PlanOptions:
             raise ConfigError(f"profile is of this machine and gpu is {self.gpu}; leave out one of the two.")
         if self.gpu == THIS_MACHINE and self.per_node is not None:
             raise ConfigError("per_node is for devices in several nodes; name them with gpu, or leave it out.")
+        if self.adapters is None and self.adapter_rank != ADAPTER_RANK:
+            raise ConfigError(f"adapter_rank is {self.adapter_rank} and no adapters are asked for; add adapters=lora.")
         self._check_largest()
         self._check_formulas()
 
@@ -179,7 +182,25 @@ def read_question(argv: Sequence[str], environment: Mapping[str, str]) -> tuple[
     for path in options.files:
         if path.is_dir() or not path.absolute().parent.is_dir():
             raise ConfigError(f"{path} cannot be written; name a file in a folder that exists.")
-    return options, described_machines(options, options.profile or default_path(environment))
+    machines = described_machines(options, options.profile or default_path(environment))
+    _check_tensor_ranks(options.tensor_parallel, machines)
+    return options, machines
+
+
+def _check_tensor_ranks(asked: int | None, machines: Machines) -> None:
+    """Refuse ranks that do not divide the devices, before torch is imported.
+
+    Raises:
+        ConfigError: no layer is split among so many.
+    """
+    node = min(machines.per_node, machines.count)
+    ways = [ranks for ranks in range(2, node + 1) if node % ranks == 0 and machines.count % ranks == 0]
+    if asked is not None and asked not in ways:
+        way = f"set it to {' or '.join(map(str, ways))}" if ways else "leave it out"
+        raise ConfigError(
+            f"tensor_parallel is {asked}, and a layer is split among devices of one node, of which there are {node}, "
+            f"in equal groups; {way}."
+        )
 
 
 def _refuse_quantised(options: PlanOptions) -> None:
