@@ -119,7 +119,7 @@ def _fill_prompt(path: str, config: Any, module: Any) -> None:
     """
     drawn = getattr(config, "prompt_tuning_init", "RANDOM") == "RANDOM" and config.peft_type.value in DRAWN
     if not drawn or not hasattr(module, "reset_parameters"):
-        raise _of_base(path, module)
+        raise _of_base(path)
     module.reset_parameters()
 
 
@@ -155,20 +155,21 @@ def _fill_as_peft(
         try:
             made.append(made_by_peft(configs, path, base, value).get_submodule(name))
         except (RuntimeError, ValueError, TypeError, AttributeError, KeyError) as error:
-            raise _of_base(path, module) from error
+            raise _of_base(f"{path}.{name}") from error
     first, last = (dict((*made[at].named_parameters(), *made[at].named_buffers())) for at in (0, -1))
     for key, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
         if key not in first or not torch.equal(first[key], last[key]) or first[key].shape != tensor.shape:
-            raise _of_base(path, module)
+            raise _of_base(f"{path}.{name}")
         if tensor.is_contiguous():  # or it has one value for all elements, until it is read from a file
             tensor.copy_(first[key])
     drawn.add(kind)
 
 
-def _of_base(path: str, module: nn.Module) -> ModelError:
+def _of_base(path: str) -> ModelError:
     return ModelError(
-        f"The adapter at '{path}' is on the meta device, and the initial values of its {type(module).__name__} are "
-        f"computed from those of the base. Attach it to a base with values."
+        f"'{path}' is on the meta device, and peft computes its initial values from the base's, which are not there yet. "
+        f"Attach the adapters to a base with values, by peft.get_peft_model(base, config) or "
+        f"peft.PeftModel.from_pretrained(base, folder, is_trainable=True), and give that model to zs.Engine."
     )
 
 
