@@ -167,8 +167,8 @@ def _fill_as_peft(
 
 def _of_base(path: str) -> ModelError:
     return ModelError(
-        f"'{path}' is on the meta device, and peft computes its initial values from the base's, which are not there yet. "
-        f"Attach the adapters to a base with values, by peft.get_peft_model(base, config) or "
+        f"'{path}' is on the meta device, and peft computes its initial values from the base's, which are not there "
+        f"yet. Attach the adapters to a base with values, by peft.get_peft_model(base, config) or "
         f"peft.PeftModel.from_pretrained(base, folder, is_trainable=True), and give that model to zs.Engine."
     )
 

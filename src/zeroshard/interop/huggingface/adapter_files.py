@@ -140,6 +140,6 @@ def _computed(model: Any, adapter: str) -> ModelError:
 def _other_adapters(file: Path, what: str) -> CheckpointError:
     return CheckpointError(
         f"{file} is of other adapters than those that {ADAPTER_CONFIG} beside it makes in this model: {what}. "
-        f"Give the base on which they were trained, with its vocabulary (model=, resized on the meta device), and the "
-        f"files of one adapter, all of them."
+        f"Give the base on which they were trained, with its vocabulary (model=, on the meta device, after "
+        f"resize_token_embeddings(n, mean_resizing=False)), and the files of one adapter, all of them."
     )
