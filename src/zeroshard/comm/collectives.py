@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zeroshard.comm.disagreement import disagreement
+from zeroshard.comm.disagreement import disagreement, noted_error
 from zeroshard.comm.hang_detector import PATIENCE, DeviceDetector, HangDetector
 from zeroshard.comm.mesh import Mesh, MessageGroups, part_of
 from zeroshard.comm.over_budget import over_budget_elsewhere
@@ -473,8 +473,9 @@ class Comm:
         if expired:
             others = f"rank {', '.join(map(str, silent))} is silent" if silent else "all ranks wait as well"
             raise CommError(
-                f"Rank {rank} waited {self.mesh.timeout:.0f} s for '{place.label}' and gave up; {others}. See that "
-                f"rank's log: it is computing, stopped or dead. Raise `timeout` if a step may take that long."
+                f"Rank {rank} waited {self.mesh.timeout:.0f} s for '{place.label}' and gave up; {others}."
+                f"{noted_error(self.mesh)} See that rank's log: it is computing, stopped or dead. Raise `timeout` if a "
+                f"step may take that long."
             )
 
     def failure(self) -> str | None:

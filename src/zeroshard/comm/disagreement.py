@@ -2,6 +2,10 @@
 
 from collections.abc import Sequence
 
+import torch.distributed as dist
+
+from zeroshard.comm.mesh import CAUGHT, Mesh
+from zeroshard.comm.rendezvous import give_up
 from zeroshard.errors import CommError
 
 MOST = 3  # ranks in an error
@@ -20,6 +24,26 @@ def disagreement(one: Wait, other: Wait) -> CommError:
 def went_on(rank: int, caught: Sequence[str]) -> str:
     """A sentence about an error in a pass after which a rank went on; empty without one."""
     return "".join(f" Rank {rank} had gone on after an error in a pass ({text})." for text in caught)
+
+
+def note_error(mesh: Mesh, text: str) -> None:
+    """Note an error in a pass after which this rank goes on, for its own errors and for ranks that wait for it."""
+    mesh.caught.append(text)
+    if mesh.failures is not None:
+        try:
+            mesh.failures.set(CAUGHT, went_on(mesh.rank, [text]))
+        except dist.DistError:
+            give_up(mesh.failures)
+
+
+def noted_error(mesh: Mesh) -> str:
+    """A sentence about the latest error so noted by any rank; empty without one.
+
+    Raises:
+        DistError: the store is gone.
+    """
+    store = mesh.failures
+    return store.get(CAUGHT).decode() if store is not None and store.check([CAUGHT]) else ""
 
 
 def at_unlike_batches(counts: Sequence[int], errors: Sequence[Sequence[str]], step: int) -> CommError:

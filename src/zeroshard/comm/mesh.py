@@ -46,6 +46,7 @@ REFUSED = (
     *((name, TRUE, BLOCKING) for name in ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")),
     *((name, ("0",), UNWATCHED) for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING")),
 )
+CAUGHT = "caught"  # the key of an error in a pass after which a rank went on
 SETTLE = 0.1  # seconds between the last collective and the end of the interpreter
 
 
@@ -95,6 +96,13 @@ class Mesh:
     def now(self) -> float:
         """Seconds of the platform's clock."""
         return self.platform.now()
+
+    def forget_errors(self) -> None:
+        """Forget the errors of passes after which this rank went on."""
+        if self.caught and self.failures is not None:
+            with contextlib.suppress(dist.DistError):
+                self.failures.delete_key(CAUGHT)
+        self.caught.clear()
 
     def split(self, parts: Sequence[Sequence[int]]) -> "Mesh":
         """The mesh of this rank's part, for an engine on some of the ranks; a collective call of all ranks.

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from zeroshard.comm.disagreement import at_unlike_batches
+from zeroshard.comm.disagreement import at_unlike_batches, note_error
 from zeroshard.comm.mesh import Mesh
 from zeroshard.comm.over_budget import announce_over_budget
 from zeroshard.comm.process_groups import ABANDONED
@@ -292,14 +292,14 @@ class LeftPasses:
     """The forwards of one engine for training, and their backwards.
 
     Args:
-        caught: the list of the mesh, for the first error since the ranks last agreed.
+        mesh: has the list of errors, for the first since the ranks last agreed.
 
     Attributes:
         counts: whether passes count; not inside of `join`, where ranks agree on each call.
     """
 
-    def __init__(self, caught: list[str]) -> None:
-        self._caught, self.counts = caught, True
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh, self._caught, self.counts = mesh, mesh.caught, True
         self._left, self._agreed, self._updates = 0, 0, 0
         self._open: dict[int, bool] = {}  # forwards without a gradient since the last update: whether in training mode
         self._latest = 0
@@ -350,7 +350,7 @@ class LeftPasses:
         """Count from 0 on all ranks, which go on from one checkpoint."""
         self._agreed = 0
         self._close(0, self._updates)
-        self._caught.clear()
+        self._mesh.forget_errors()
 
     def interrupt(self) -> None:
         """Count a backward that ended in an error; its forward counts already if it did not come so far."""
@@ -360,7 +360,7 @@ class LeftPasses:
     def fail(self, error: BaseException) -> None:
         """Remember an error of this rank's own, for the errors of the other ranks."""
         if not (isinstance(error, CommError) or getattr(error, "expected", False) or self._caught):
-            self._caught.append(f"{type(error).__name__}: {error}".partition("\n")[0][:SHOWN])
+            note_error(self._mesh, f"{type(error).__name__}: {error}".partition("\n")[0][:SHOWN])
 
     @contextmanager
     def remembering(self) -> Iterator[None]:
@@ -398,14 +398,14 @@ class LeftPasses:
         """
         if len(set(counts)) == 1:
             self._agreed = counts[0]
-            self._caught.clear()
+            if self._caught:
+                self._mesh.forget_errors()
             return None
         return at_unlike_batches(counts, comm.agree_on(self._caught, "errors of passes"), step)
 
     def _close(self, left: int, updates: int) -> None:
         """Count the open forwards for good."""
-        self._left, self._updates = left, updates
-        self._open.clear()
+        self._left, self._updates, self._open = left, updates, {}
 
 
 ANNOUNCED = 2000  # letters of an error that ends a call on all ranks

@@ -158,7 +158,7 @@ class Engine(GradientAccess, JoinAccess, MethodAccess, RebuildAccess):
         self.world, self.comm = self._axes.world, self._axes.dense.slices.comm
         tied, members = tied_names(model), members_of(optimizer, model)
         # Materialise: flats with their weights, gradients and updaters.
-        losses = StepLosses(self.plan.nonfinite == "skip", self.mesh.caught)
+        losses = StepLosses(self.plan.nonfinite == "skip", self.mesh)
         progress = StepReadings(lambda: self.steps, lambda: losses.likely(self.loss_scale))
         self._builder = Builder(model, self.plan, self._axes, self.ledger, self._stage, progress)
         self._assembly = self._builder.build(optimizer, initialise, techniques)

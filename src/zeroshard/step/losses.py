@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from zeroshard.comm.mesh import Mesh
 from zeroshard.comm.pending import LeftPasses
 from zeroshard.errors import BatchError
 from zeroshard.step.context import context
@@ -127,7 +128,7 @@ class StepLosses:
 
     Args:
         skips: whether a step without any token is skipped; otherwise its gradient is 0, and so is its loss.
-        caught: the list of the mesh.
+        mesh: of the engine, for errors of passes.
 
     Attributes:
         values: of those backwards, unscaled, as far as they are on this rank.
@@ -141,8 +142,8 @@ class StepLosses:
         passes: that this rank left, to be compared between all ranks.
     """
 
-    def __init__(self, skips: bool = False, caught: list[str] | None = None) -> None:
-        self._skips, self.passes = skips, LeftPasses([] if caught is None else caught)
+    def __init__(self, skips: bool = False, mesh: Mesh | None = None) -> None:
+        self._skips, self.passes = skips, LeftPasses(mesh or Mesh())
         self.updates = 0
         self.values: list[Tensor] = []
         self._counts: list[float | Tensor] = []
