@@ -127,6 +127,13 @@ def test_a_configuration_too_small_for_the_run_is_refused(tmp_path: Path) -> Non
         build_model(spec, vocabulary=256, context=33)
 
 
+def test_relative_positions_have_no_bound(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    xlnet = {"model_type": "xlnet", "vocab_size": 256, "d_model": 16, "n_layer": 1, "n_head": 2, "d_inner": 16}
+    model = build_model(folder(tmp_path, xlnet), vocabulary=256, context=64).module  # its config has a bound of -1
+    assert model(input_ids=torch.zeros(1, 64, dtype=torch.long)).logits.shape == (1, 64, 256)
+
+
 @pytest.mark.parametrize("kind", ["t5", "vit", "clip"])
 def test_models_for_other_tasks_are_left_to_code_of_the_user(tmp_path: Path, kind: str) -> None:
     pytest.importorskip("transformers")

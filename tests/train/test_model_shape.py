@@ -53,4 +53,6 @@ def test_rows_are_no_longer_than_a_model_has_positions(tmp_path: Path) -> None:
         row_length(str(tmp_path), 129, 1024)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
     assert (row_length(str(tmp_path), None, 1024), row_length(str(tmp_path), 4096, 1024)) == (1024, 4096)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "xlnet", "max_position_embeddings": -1}))
+    assert (row_length(str(tmp_path), None, 1024), row_length(str(tmp_path), 4096, 1024)) == (1024, 4096)
     assert (row_length("tiny", None, 1), row_length("tiny", 32, 1)) == (SIZES["tiny"].context, 32)

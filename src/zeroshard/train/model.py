@@ -151,7 +151,7 @@ def _own_model(spec: str, code: Code, vocabulary: int, context: int, dropout: fl
             f"{spec} has a vocabulary of {own} and the tokenizer one of {vocabulary}; raise that of {spec}"
         )
     positions = getattr(getattr(module, "config", None), "max_position_embeddings", context)
-    if isinstance(positions, int) and positions < context:
+    if isinstance(positions, int) and 0 < positions < context:  # families without a bound, as XLNet, have -1
         raise ModelError(
             f"{spec} has {positions} positions and the sequence is {context} tokens; shorten the sequence, or raise "
             f"the positions of {spec}"
@@ -262,7 +262,7 @@ def _check_size(config: Any, file: Path, vocabulary: int, context: int) -> None:
             f'use the tokenizer of this model, or raise "vocab_size" in the configuration'
         )
     positions = getattr(config, "max_position_embeddings", None)
-    if positions is not None and positions < context:
+    if positions is not None and 0 < positions < context:
         raise ModelError(
             f"the model of {file} has {positions} positions and the sequence is {context} tokens; "
             f"shorten the sequence, or raise the positions in the configuration"

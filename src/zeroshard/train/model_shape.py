@@ -55,7 +55,7 @@ def row_length(model: str, asked: int | None, usual: int) -> int:
         return SIZES[model].context if asked is None else asked
     table = configuration(model) or {}
     positions = table.get("max_position_embeddings", table.get("n_positions"))
-    if not isinstance(positions, int):
+    if not isinstance(positions, int) or positions <= 0:  # relative ones, which XLNet bounds by -1
         return usual if asked is None else asked
     if asked is not None and asked > positions:
         raise ModelError(
