@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parent))
@@ -15,7 +16,7 @@ import torch
 from order import place_of
 from plain_adam import adam_as_in_engines
 from pool import Pool, free_port
-from selection import selected
+from selection import left_out, selected
 
 torch.set_num_threads(1)
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes would compile the package anew,
@@ -38,10 +39,22 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "thinned: of the product of parameters each value of each is enough")
 
 
+def tests_are_named(config: pytest.Config) -> bool:
+    """Whether files, folders or words of tests are given; xdist gives its workers the folder of all tests."""
+    given = config.args_source is pytest.Config.ArgsSource.ARGS or bool(config.option.keyword)
+    return bool(getattr(config, "workerinput", {}).get("named", given))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell a worker of xdist whether tests are named."""
+    node.workerinput["named"] = tests_are_named(node.config)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave tests out by the selection; where several processes share the tests, the longest files come first."""
     if not config.option.whole and not any("::" in word for word in config.args):
-        kept = selected(items)
+        kept = selected(items, left_out=() if tests_are_named(config) else left_out())
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]
     if hasattr(config, "workerinput"):

@@ -4,15 +4,20 @@ Left out by default are tests and cases marked `whole`, which show at a larger s
 products: of a test on several ranks with more than one parameter, or marked `thinned`, each value of each parameter
 stays, in as few cases as a greedy choice finds; the values in a tuple, a mapping or a record count as parameters. A
 test that is named by its id runs as it is.
+
+Where no file or folder is named, the slow tests of `left_out.txt` are left out too: those that run no line of the
+package that the others do not run, as `choose.py` measured. They may show combinations of lines that no other shows.
 """
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+LEFT_OUT = Path(__file__).with_name("left_out.txt")  # written by choose.py
 POOLS = {"pool", "wide_pool"}  # fixtures of tests on several ranks
 PLAIN = (str, int, float, type(None))  # values that are compared; others are told apart by identity
 Case = Mapping[str, Hashable]
@@ -42,8 +47,13 @@ def by_default(cases: Iterable[Any], *shown: Any) -> list[Any]:
     return [pytest.param(case, marks=mark) for case, mark in zip(each, marks, strict=True)]
 
 
-def selected(items: Iterable[pytest.Item]) -> set[pytest.Item]:
-    """The tests that run by default."""
+def left_out() -> frozenset[str]:
+    """The ids of slow tests that show no line of their own."""
+    return frozenset(LEFT_OUT.read_text().splitlines())
+
+
+def selected(items: Iterable[pytest.Item], left_out: Collection[str] = ()) -> set[pytest.Item]:
+    """The tests that run by default, without those of some ids."""
     kept: set[pytest.Item] = set()
     products: defaultdict[str, list[tuple[pytest.Item, Case]]] = defaultdict(list)
     for item in items:
@@ -56,7 +66,7 @@ def selected(items: Iterable[pytest.Item]) -> set[pytest.Item]:
             kept.add(item)
     for product in products.values():
         kept |= {product[place][0] for place in covering([case for _, case in product])}
-    return kept
+    return {item for item in kept if item.nodeid not in left_out}
 
 
 def _case_of(item: pytest.Item) -> Case:

@@ -1,10 +1,12 @@
 """The suite's own selection."""
 
 import itertools
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from selection import covering, selected
+from choose import Run, slow_without_lines
+from selection import covering, left_out, selected
 
 PRODUCT = [{"a": a, "b": b} for a, b in itertools.product("pqr", range(5))]
 
@@ -49,3 +51,26 @@ def test_only_products_on_several_ranks_are_thinned_out() -> None:
     found = selected([*several, *alone, *single, larger])
     assert len(found.intersection(several)) == 5
     assert found.issuperset([*alone, *single]) and larger not in found
+
+
+def test_slow_tests_are_left_out_where_nothing_is_named() -> None:
+    tests = [item(name, {}) for name in "ab"]
+    assert selected(tests) == set(tests)
+    assert selected(tests, left_out={"a[{}]"}) == {tests[1]}
+
+
+def test_slow_tests_stay_that_run_lines_of_their_own() -> None:
+    runs = {"a::quick": Run(0.5, 0b11), "a::one": Run(2, 0b101), "a::each[a]": Run(3, 0b100)}
+    runs |= {
+        "a::each[b]": Run(5, 0b1100),
+        "a::each[c]": Run(6, 0b1000),
+        "b::fastest": Run(2, 0b1),
+        "b::slow": Run(3, 0b1),
+    }
+    assert slow_without_lines(runs) == {"a::each[a]", "a::each[c]", "b::slow"}
+
+
+def test_those_that_are_left_out_exist() -> None:
+    listed = [name.partition("[")[0].split("::") for name in left_out()]
+    sources = {file: (Path(__file__).parents[1] / file).read_text() for file, *_ in listed}
+    assert listed and all(f"def {function}(" in sources[file] for file, *_, function in listed)
