@@ -54,9 +54,19 @@ def test_the_first_plan_has_a_reason_a_speed_and_its_trade() -> None:
     assert "3.6 hours per billion tokens" in lines(exact)
     assert why_first([exact, rounded]) == "Plan 1 is first because it is the fastest that changes no result."
     assert "other results by adamw8bit" in lines(rounded) and "--optimizer adamw8bit" in lines(rounded)
+    assert lines(exact, rounded).count("--optimizer") == 1
     tight = replace(exact, host={"optimizer states": GIB}, host_bytes=3 * GIB, host_capacity_bytes=2 * GIB)
     assert tight.fits and "1.00 GiB of host memory on each node" in lines(tight)
     assert "training waits for each checkpoint" in lines(tight)
+
+
+def test_a_plan_with_other_results_that_is_much_faster_is_named_and_ready_to_copy() -> None:
+    slow = prediction(PLANS[0])
+    rounded = replace(slow, optimizer="adamw8bit", causes={name: each / 30 for name, each in slow.causes.items()})
+    why = why_first([slow, slow, rounded])
+    assert why.endswith("as many as plan 2. Plan 3 has 30 times as many, with other results by adamw8bit.")
+    assert "Plan 3: " in lines(slow, slow, rounded) and "--optimizer adamw8bit" in lines(slow, slow, rounded)
+    assert "Plan 3" not in why_first([rounded, slow, slow])
 
 
 def test_without_a_plan_there_are_ways() -> None:

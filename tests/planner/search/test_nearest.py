@@ -2,9 +2,12 @@
 
 from dataclasses import replace
 
+import torch
+
 from zeroshard.doctor.hardware import Machines
 from zeroshard.plan import Plan
 from zeroshard.planner.search.search import search
+from zeroshard.planner.search.text import changes
 from zeroshard.text import parse_bytes
 from zeroshard.train.family import gpt_task
 from zeroshard.train.sizes import GPTConfig
@@ -33,6 +36,16 @@ def test_states_that_host_memory_cannot_hold_are_never_rehearsed() -> None:
     found = search(gpt_task(CONFIG), replace(one, device=device, host_memory=2**20), Plan(), say=heard.append)
     assert any("offloaded states alone take" in refusal.why for refusal in found.refused)
     assert not [line for line in heard if "offload" in line and "disk" not in line and "zeroshard-offload" not in line]
+
+
+def test_where_every_plan_waits_for_a_disk_plans_with_other_results_are_tried_too() -> None:
+    one = Machines.of("A100-80", 1)
+    device = replace(one.device, memory_bytes=one.device.overhead_bytes + 140 * 2**20)
+    task = replace(gpt_task(CONFIG), others={}, host_optimizer=torch.optim.AdamW)  # a disk is for unfused ones
+    found = search(task, replace(one, device=device, host_memory=200 * 2**20), Plan(precision="bf16"))
+    exact, rounded = ([p for p in found.best if bool(changes(p)) == other] for other in (False, True))
+    assert exact and all(p.bound == "disk" for p in exact) and found.best[0] in exact
+    assert any(p.bound != "disk" and p.seconds < exact[0].seconds / 2 for p in rounded)
 
 
 def test_rows_that_do_not_divide_are_the_only_way_named() -> None:

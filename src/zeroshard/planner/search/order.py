@@ -6,10 +6,12 @@ plan after it. A plan that seems faster than the first only because it was not r
 One that does not fit when it is rehearsed whole is refused, and the next is rehearsed.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
+from zeroshard.planner.predict.rehearse import CAUSES
 from zeroshard.planner.predict.result import Prediction
 from zeroshard.planner.search.text import changes
+from zeroshard.traffic import DISK
 
 MOST_WHOLE = 3  # plans that are rehearsed whole
 SAME = 1.001  # times the seconds of a plan: as fast in every table
@@ -21,6 +23,11 @@ def rank(prediction: Prediction) -> tuple[bool, float, int]:
     Seconds that differ by less than sums of numbers in another order do are equal.
     """
     return bool(changes(prediction)), float(f"{prediction.seconds:.9g}"), prediction.peak_bytes
+
+
+def answered(fitting: Iterable[Prediction]) -> bool:
+    """Whether a plan fits that does not wait for a disk for most of its step."""
+    return any(one.bound != CAUSES[DISK] for one in fitting)
 
 
 def with_whole_first(order: Sequence[Prediction], whole: Callable[[Prediction], Prediction]) -> list[Prediction]:

@@ -46,7 +46,7 @@ from zeroshard.planner.search.expectations import (
     unsplit,
 )
 from zeroshard.planner.search.nearest import nearest_ways
-from zeroshard.planner.search.order import rank, with_whole_first
+from zeroshard.planner.search.order import answered, rank, with_whole_first
 from zeroshard.planner.search.progress import MOST_DEEP, Looks, SearchProgress
 from zeroshard.planner.search.text import lacking, short
 from zeroshard.planning.offers import Divided, Offer, Refused, Site
@@ -76,7 +76,7 @@ def search(
     Where none fits, offload is tried in the order of its offers: of the optimizer's states, of few parameters first and
     then of more, then of the parameters too, then of activations, then to a disk, each with its variants after it;
     then plans with which training gets other numbers, and where none of these fits, adapters beside a frozen model.
-    `ENOUGH` plans that fit end it.
+    `ENOUGH` plans that fit end it, unless each spends most of its step waiting for a disk.
 
     Args:
         base: settings of all plans (precision, clipping and the like); ranks that split layers where it has several,
@@ -99,6 +99,8 @@ def search(
         if last_resorts or not run.fitting:
             run.wanted = len(run.fitting) + ENOUGH
             run.try_last_resorts(exact=True)
+            if not answered(run.fitting):
+                run.wanted = len(run.fitting) + ENOUGH
             for name in task.others or ():
                 run.try_other(with_optimizer(task, name))
             if task.others is not None:
@@ -272,14 +274,14 @@ class _Search:
         self.fitting += run.fitting
 
     def try_adapters(self) -> None:
-        """Where nothing has fitted, try to train adapters: beside the model, one in 4 bits, and one in host memory."""
-        if self.fitting:
+        """Where there is no answer, try to train adapters: beside the model, one in 4 bits, and one in host memory."""
+        if answered(self.fitting):
             return
         tasks = [with_adapters(self.task, name) for name in NAMES]
         with suppress(ZeroshardError):  # for a model without layers that take them
             for task in tasks:
                 self.try_other(task)
-            if not self.fitting:
+            if not answered(self.fitting):
                 self.try_other(tasks[0], resorts=True)
 
     def estimates(self, shapes: Sequence[Shape], resorts: bool = False) -> list[Prediction]:

@@ -32,6 +32,7 @@ TIME_MODES = {
 }
 
 
+MUCH = 2.0  # times as many tokens per second
 FOUND_BY = {"fake": "engine", "roofline": "rates", "shallow-real": "layers"}  # names of modes in tables
 
 
@@ -41,8 +42,26 @@ def found_by(mode: str) -> str:
 
 
 def why_first(predictions: Sequence[Prediction]) -> str:
-    """Why the first of several plans is first, in one sentence."""
+    """Why the first of several plans is first, and which is much faster with other results, a sentence each."""
     first, *others = predictions
+    faster = much_faster(predictions)
+    if faster is None:
+        return _why_first(first, others)
+    times = predictions[faster].tokens_per_second / first.tokens_per_second
+    also = f"Plan {1 + faster} has {times:,.0f} times as many, with other results by"
+    return f"{_why_first(first, others)} {also} {', '.join(changes(predictions[faster]))}."
+
+
+def much_faster(predictions: Sequence[Prediction]) -> int | None:
+    """The place of the fastest plan that changes results, where that is much faster than the first, which does not."""
+    other = max(range(len(predictions)), key=lambda place: predictions[place].tokens_per_second, default=0)
+    if not other or changes(predictions[0]) or not changes(predictions[other]):
+        return None
+    much = MUCH * predictions[0].tokens_per_second
+    return other if predictions[other].tokens_per_second >= much else None
+
+
+def _why_first(first: Prediction, others: Sequence[Prediction]) -> str:
     fastest = f"Plan 1 is first because it has the most tokens/s: {first.tokens_per_second:,.0f}"
     if not others:
         return "Plan 1 is the only one that fits."
