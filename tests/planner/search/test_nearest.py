@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from zeroshard.doctor.hardware import Machines
@@ -38,6 +39,7 @@ def test_states_that_host_memory_cannot_hold_are_never_rehearsed() -> None:
     assert not [line for line in heard if "offload" in line and "disk" not in line and "zeroshard-offload" not in line]
 
 
+@pytest.mark.whole
 def test_where_every_plan_waits_for_a_disk_plans_with_other_results_are_tried_too() -> None:
     one = Machines.of("A100-80", 1)
     device = replace(one.device, memory_bytes=one.device.overhead_bytes + 140 * 2**20)

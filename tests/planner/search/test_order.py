@@ -6,7 +6,7 @@ from predictions import prediction
 
 import zeroshard as zs
 from zeroshard.planner.predict.result import Prediction
-from zeroshard.planner.search.order import MOST_WHOLE, rank, with_whole_first
+from zeroshard.planner.search.order import MOST_WHOLE, answered, rank, with_whole_first
 from zeroshard.planner.search.text import why_first
 
 
@@ -76,3 +76,10 @@ def test_a_plan_that_does_not_fit_when_it_is_whole_is_left_out() -> None:
 
     assert [one.plan for one in with_whole_first([first, second, third], whole)] == [second.plan, third.plan]
     assert with_whole_first([first], whole) == []
+
+
+def test_plans_that_wait_for_a_disk_for_most_of_the_step_are_no_answer() -> None:
+    (one,) = plans(1.0)
+    slow, part = (replace(one, causes={"compute": 1.0, "disk": seconds}) for seconds in (9.0, 0.5))
+    assert not answered([]) and not answered([slow, slow])
+    assert answered([slow, part]) and answered([one])
