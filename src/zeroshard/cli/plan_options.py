@@ -8,6 +8,8 @@ from typing import Any, ClassVar, Literal
 from zeroshard.doctor.hardware import Machines
 from zeroshard.doctor.profile import MachineProfile, default_path
 from zeroshard.errors import ConfigError
+from zeroshard.planning.offers import Site
+from zeroshard.tensor.choice import divisions
 from zeroshard.text import check_unit, parse_bytes
 from zeroshard.train.config import OptimizerName
 from zeroshard.train.model_shape import configuration, stated_dtype
@@ -193,9 +195,12 @@ def _check_tensor_ranks(asked: int | None, machines: Machines) -> None:
     Raises:
         ConfigError: no layer is split among so many.
     """
+    if asked is None:
+        return
     node = min(machines.per_node, machines.count)
-    ways = [ranks for ranks in range(2, node + 1) if node % ranks == 0 and machines.count % ranks == 0]
-    if asked is not None and asked not in ways:
+    site = Site(machines.count, machines.per_node, 0, lambda: 0)  # rows and blocks make no difference
+    ways = [divided.together for divided in divisions(site) if divided.together > 1]
+    if asked not in ways:
         way = f"set it to {' or '.join(map(str, ways))}" if ways else "leave it out"
         raise ConfigError(
             f"tensor_parallel is {asked}, and a layer is split among devices of one node, of which there are {node}, "
