@@ -6,7 +6,6 @@ the whole, or as patches of all images in one tensor, with the patches of each. 
 """
 
 import inspect
-import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +19,6 @@ from zeroshard.planner.predict.shallow import quiet
 from zeroshard.planner.predict.torch_internals import Results, fakes, ones
 from zeroshard.units.hooks import tensors_in
 
-LOG = logging.getLogger("torch._subclasses.fake_tensor")
 CHANNELS, SIDE = 3, 224  # where a configuration does not say
 SEEN = "image_attention_mask"  # 1 where a token sees an image
 SEVERAL = {"pixel_attention_mask", SEEN}  # arguments of models with several images to a row
@@ -83,12 +81,8 @@ def images_beside_text(kind: Any, config: Any, rows: int) -> dict[str, Tensor]:
 @contextmanager
 def valueless() -> Iterator[None]:
     """Inside, tensors have no values but those of integers that are inputs, and models make no graph."""
-    LOG.disabled = True  # a shape that does not fit is the caller's to tell, without torch's trace of it
-    try:
-        with fakes(True) as mode, quiet(), Tracker(answers=True, results=Results(mode)), torch.no_grad():
-            yield
-    finally:
-        LOG.disabled = False
+    with fakes(True) as mode, quiet(), Tracker(answers=True, results=Results(mode)), torch.no_grad():
+        yield
 
 
 def placeholders(model: Any, config: Any, images: Callable[[int], dict[str, Tensor]]) -> int:

@@ -4,6 +4,7 @@ Memory, traffic and time grow by the same amount with every further block once t
 give all others; tests compare them with the engine at full depth.
 """
 
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from zeroshard.planner.predict.copies import zeroed_copy
 from zeroshard.planner.predict.torch_internals import fakes
 
 FEW = 4  # blocks from which on every further one costs the same
+FAKES = logging.getLogger("torch._subclasses.fake_tensor")  # traces every operation that fails without values
 STACKS = (nn.ModuleList, nn.Sequential)
 _whole_models: WeakKeyDictionary[Callable[[], nn.Module], nn.Module] = WeakKeyDictionary()
 
@@ -176,10 +178,14 @@ def _few_blocks(model: nn.Module, depths: Mapping[str, int]) -> Iterator[nn.Modu
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence torch's warnings: in a rehearsal they do not concern the user."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+    """Silence torch's warnings and its traces of fake tensors: a rehearsal's errors are sentences."""
+    before, FAKES.disabled = FAKES.disabled, True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        FAKES.disabled = before
 
 
 def _alike_at_the_end(blocks: Sequence[nn.Module]) -> int:
