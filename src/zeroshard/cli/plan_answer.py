@@ -23,9 +23,8 @@ NAMED = "|".join(kind.__name__ for kind in (Plan, *GROUPS.values()))
 def answer_lines(found: Found, task: TrainingTask, machines: Machines, options: PlanOptions) -> Iterator[str]:
     """The first plan, and one that is much faster, ready to copy; the nearest ways where none fits."""
     faster = much_faster(found.best)
-    for number in range(1, len(found.best) + 1)[:1] if faster is None else (1, 1 + faster):
-        best = found.best[number - 1]
-        yield f"Plan {number}: {', '.join(_speed(best, task, machines))}."
+    for place, best in ((place, one) for place, one in enumerate(found.best) if place in (0, faster)):
+        yield f"Plan {1 + place}: {', '.join(_speed(best, task, machines))}."
         if best.adapters:
             yield from (f"  {line}" for line in peft_lines(best.adapters))
         elif is_trained_by_name(task, options):
