@@ -4,8 +4,8 @@
 
 A test stays that takes less than a second, and so does the fastest of each file. Of the others as many stay, by a
 greedy choice of the most lines for the seconds, as leave out no line that the tests run, in whichever process. FOLDER
-keeps the records of the run, which takes an hour on 2 cores; where it has some, of a part of the tests too, they are
-read instead.
+keeps the records of the run, which takes some two hours on 2 cores; where it has some, of a part of the tests too, they
+are read instead.
 """
 
 import os

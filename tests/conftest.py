@@ -16,7 +16,7 @@ import torch
 from order import place_of
 from plain_adam import adam_as_in_engines
 from pool import Pool, free_port
-from selection import left_out, selected
+from selection import listed, selected
 
 torch.set_num_threads(1)
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes would compile the package anew,
@@ -54,7 +54,7 @@ def pytest_configure_node(node: Any) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave tests out by the selection; where several processes share the tests, the longest files come first."""
     if not config.option.whole and not any("::" in word for word in config.args):
-        kept = selected(items, left_out=() if tests_are_named(config) else left_out())
+        kept = selected(items, left_out=() if tests_are_named(config) else listed())
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]
     if hasattr(config, "workerinput"):

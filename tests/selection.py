@@ -47,8 +47,8 @@ def by_default(cases: Iterable[Any], *shown: Any) -> list[Any]:
     return [pytest.param(case, marks=mark) for case, mark in zip(each, marks, strict=True)]
 
 
-def left_out() -> frozenset[str]:
-    """The ids of slow tests that show no line of their own."""
+def listed() -> frozenset[str]:
+    """The ids in `left_out.txt`."""
     return frozenset(LEFT_OUT.read_text().splitlines())
 
 

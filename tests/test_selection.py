@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from choose import Run, slow_without_lines
-from selection import covering, left_out, selected
+from selection import covering, listed, selected
 
 PRODUCT = [{"a": a, "b": b} for a, b in itertools.product("pqr", range(5))]
 
@@ -71,6 +71,6 @@ def test_slow_tests_stay_that_run_lines_of_their_own() -> None:
 
 
 def test_those_that_are_left_out_exist() -> None:
-    listed = [name.partition("[")[0].split("::") for name in left_out()]
-    sources = {file: (Path(__file__).parents[1] / file).read_text() for file, *_ in listed}
-    assert listed and all(f"def {function}(" in sources[file] for file, *_, function in listed)
+    tests = [name.partition("[")[0].split("::") for name in listed()]
+    sources = {file: (Path(__file__).parents[1] / file).read_text() for file, *_ in tests}
+    assert tests and all(f"def {function}(" in sources[file] for file, *_, function in tests)
