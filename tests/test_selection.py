@@ -66,6 +66,8 @@ def test_slow_tests_stay_that_run_lines_of_their_own() -> None:
         "a::each[c]": Run(6, 0b1000),
         "b::fastest": Run(2, 0b1),
         "b::slow": Run(3, 0b1),
+        "tests/promises/test_wire.py::fastest": Run(2, 0b1),
+        "tests/promises/test_wire.py::slow": Run(3, 0b1),
     }
     assert slow_without_lines(runs) == {"a::each[a]", "a::each[c]", "b::slow"}
 
