@@ -397,6 +397,8 @@ def test_a_module_that_is_not_there() -> None:
         ({"adapter_rank": 8}, "adapter_rank is 8 and no adapters are asked for; add adapters=lora"),
         ({"params": 1e9}, "say ranks, or gpus"),
         ({"params": 0.5, "gpus": 1}, "params is 0.5"),
+        ({"params": 1e9, "gpus": 1, "gpu": "A100-80"}, "leave out gpu, or params"),
+        ({"params": 1e9, "gpus": 1, "gpu_memory": "16GiB"}, "leave out gpu_memory, or params"),
     ],
 )
 def test_options_that_cannot_be(given: dict[str, Any], complaint: str) -> None:

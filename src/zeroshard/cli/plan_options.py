@@ -161,6 +161,11 @@ class PlanOptions:
             raise ConfigError(f"params is {self.params}; it must be 1 or more and finite.")
         if self.params is not None and (self.ranks is None) == (self.gpus is None):
             raise ConfigError("params needs the number of ranks, once; say ranks, or gpus.")
+        given: dict[str, object] = {"model": self.model != MODEL, "gpu": self.gpu != THIS_MACHINE}
+        given |= {"cluster": self.cluster, "gpu_memory": self.gpu_memory, "host_memory": self.host_memory}
+        given |= {"out": self.out, "html": self.html}
+        for name in (name for name, value in given.items() if value and self.params is not None):
+            raise ConfigError(f"params only prints the formulas, which take no {name}; leave out {name}, or params.")
 
 
 def read_question(argv: Sequence[str], environment: Mapping[str, str]) -> tuple[PlanOptions, Machines | None]:
