@@ -12,11 +12,11 @@ from zeroshard.cli.plan_options import PlanOptions, described_machines
 from zeroshard.doctor.hardware import Machines
 from zeroshard.plan import Plan
 from zeroshard.planner.formulas import AdapterSize, ModelBlock, ModelShape, StepSize, first_rows
-from zeroshard.planner.predict.adapters import AdapterName
 from zeroshard.planner.predict.predict import predict
 from zeroshard.planner.search.adapted import trained_as, with_adapters
 from zeroshard.planner.search.search import search
 from zeroshard.planner.search.text import changes
+from zeroshard.planning.adapters import AdapterName, Adapters
 from zeroshard.train.family import gpt_task
 from zeroshard.train.model_shape import shape_of
 from zeroshard.train.sizes import SIZES, GPTConfig
@@ -83,7 +83,9 @@ def test_peaks_of_adapters_are_within_ten_percent_of_rehearsed_ones(name: Adapte
     each, machines = 12 * 512**2 + 2 * 512, Machines.of("A100-80", 1)
     block = ModelBlock(8, each, each, 19.1 * 512, attention=1024, sides=16 * 512)
     shape = ModelShape((block,), 4096 * 512 + 512, 512, 4096, chunks=True)
-    rehearsed = predict(with_adapters(gpt_task(config, 1), name, 16), Plan(precision="bf16", zero=0), machines, 1)
+    rehearsed = predict(
+        with_adapters(gpt_task(config, 1), Adapters(name, 16)), Plan(precision="bf16", zero=0), machines, 1
+    )
     step = StepSize(1, 256, 2, AdapterSize(16, width))
     row = next(row for row in first_rows(shape, step, machines) if row.plan == "zero 0, 1 row")
     assert row.peak == pytest.approx(rehearsed.peak_bytes, rel=0.1)

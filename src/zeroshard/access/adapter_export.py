@@ -43,7 +43,17 @@ from zeroshard.errors import CheckpointWarning, PlanError
 from zeroshard.precision.cast import floating_dtype
 from zeroshard.quantized.weights import is_turned
 from zeroshard.text import format_names, shard_bytes
-from zeroshard.units.adapters import INSIDE, base_names, configs_of, layers_of_adapters, made_by_peft
+from zeroshard.units.adapters import (
+    INSIDE,
+    active_adapters,
+    base_names,
+    base_of,
+    configs_of,
+    is_of_peft,
+    is_own_base,
+    layers_of_adapters,
+    made_by_peft,
+)
 
 FACT = "adapters"  # its key among the facts of a checkpoint
 EMBEDDINGS = ("embed_tokens", "lm_head")  # as peft knows them
@@ -79,14 +89,14 @@ def adapter_facts(model: Any) -> dict[str, Any]:
     They are the class of its base, the configurations of all adapters by name, the names of the active ones, and those
     of parameters of the base that are trained.
     """
-    if not _is_peft(model):
+    if not is_of_peft(model):
         return {}
     try:
         tables = {name: _config_of(model, name) for name in model.peft_config}
     except TypeError:  # a value of the user's own that JSON lacks
         return {}
-    base = type(base_of(model)).__name__
-    return {FACT: {"class": base, "configs": tables, "active": _active(model), "trained": _trained_of_base(model)}}
+    facts = {"class": type(base_of(model)).__name__, "configs": tables, "active": active_adapters(model)}
+    return {FACT: {**facts, "trained": _trained_of_base(model)}}
 
 
 def export_adapters(
@@ -145,12 +155,10 @@ def plan_merged(whole: TensorTable, model: Any, sizes: ExportSizes) -> tuple[Exp
         PlanError: the model is none of peft's, or an adapter cannot be merged. ConfigError: as `floating_dtype`.
     """
     dtype = floating_dtype(sizes.dtype)
-    active = list(dict.fromkeys(_active(model)))
     base = base_of(model)
-    prefix = next(path for path, module in model.named_modules() if module is base)
     texts = texts_of(base)
     config = texts[CONFIG]
-    merging = _Merging(whole, model, active, f"{prefix}." if prefix else "", every=config is None)
+    merging = _Merging(whole, model, every=config is None)
     if merging.parted and config is not None:
         config["tie_word_embeddings"] = False
     slots = [
@@ -164,6 +172,18 @@ def plan_merged(whole: TensorTable, model: Any, sizes: ExportSizes) -> tuple[Exp
     return plan_export(groups, most, texts, folder_of(base), narrowed(groups, wide)), merging.read
 
 
+def merged_weights(whole: TensorTable, model: Any) -> Iterator[tuple[str, Tensor]]:
+    """The weights of the base with its active adapters added, in fp32, by the names of its state dict.
+
+    Raises:
+        PlanError: as `plan_merged`.
+    """
+    merging = _Merging(whole, model, every=True)
+    for name, held in merging.held.items():
+        wide = torch.float32 if held.kept.is_floating_point else held.kept
+        yield name, merging.read(Slot(name, wide, held.shape))
+
+
 class _Merging:
     """The tensors of a base under its own names, with adapters added.
 
@@ -174,8 +194,9 @@ class _Merging:
         parted: whether there are weights that were one parameter.
     """
 
-    def __init__(self, whole: TensorTable, model: Any, active: list[str], prefix: str, every: bool) -> None:
-        self._whole, self._model, self._active = whole, model, active
+    def __init__(self, whole: TensorTable, model: Any, every: bool) -> None:
+        self._whole, self._model, self._active = whole, model, list(dict.fromkeys(active_adapters(model)))
+        prefix = next(f"{path}." if path else "" for path, module in model.named_modules() if module is base_of(model))
         named = base_names(model)
         if named is None or hasattr(model, "prompt_encoder"):
             raise PlanError(
@@ -186,7 +207,7 @@ class _Merging:
         self._layers: dict[str, list[tuple[str, Any]]] = {}  # by the name of the parameter, innermost layer first
         for path, layer in layers_of_adapters(model).items():
             inside, names = _inside(path, layer), [getattr(layer, "parameter_name", None) or "weight"]
-            if not _is_sum(layer, active):
+            if not _is_sum(layer, self._active):
                 _check(path, layer)
                 names = [name for name, _ in layer.get_base_layer().named_parameters()]
             for parameter in (f"{inside}.{name}" for name in names):
@@ -330,35 +351,6 @@ def _check(path: str, layer: Any) -> None:
         )
 
 
-def base_of(model: Any) -> Any:
-    """The model inside of peft's; one of transformers that took adapters in itself (`add_adapter`) is its own base."""
-    return model if _is_own_base(model) else model.get_base_model()
-
-
-def _is_own_base(model: Any) -> bool:
-    return bool(getattr(model, "_hf_peft_config_loaded", False))
-
-
-def _is_peft(model: Any) -> bool:
-    return _is_own_base(model) or ("base_model" in model._modules and hasattr(model, "get_base_model"))
-
-
-def _active(model: Any) -> list[str]:
-    """The names of the active adapters.
-
-    Raises:
-        PlanError: the model is none of peft's.
-    """
-    if not _is_peft(model):
-        raise PlanError(
-            f"adapters= and merge= are for models of peft, and this one is a {type(model).__name__}. Leave them out; "
-            f"or give the engine peft.get_peft_model(model, config)."
-        )
-    if _is_own_base(model):
-        return list(model.active_adapters())
-    return list(getattr(model, "active_adapters", None) or [model.active_adapter])
-
-
 def _trained_of_base(model: nn.Module) -> list[str]:
     """Names of trained parameters that are neither an adapter's nor a trained copy of a module."""
     named = base_names(model) or str
@@ -367,7 +359,7 @@ def _trained_of_base(model: nn.Module) -> list[str]:
 
 
 def _adapter_of(model: Any, adapter: str | None) -> str:
-    active = _active(model)
+    active = active_adapters(model)
     name = active[0] if adapter is None else adapter
     if name not in model.peft_config:
         raise PlanError(f"There is no adapter {name!r}; the model has {', '.join(map(repr, model.peft_config))}.")
@@ -410,7 +402,7 @@ def _state_dict_of_adapter(model: Any, adapter: str, state: dict[str, Tensor]) -
             CheckpointWarning,
             stacklevel=2,
         )
-    return {f"{INSIDE}{name}": value for name, value in found.items()} if _is_own_base(model) else found
+    return {f"{INSIDE}{name}": value for name, value in found.items()} if is_own_base(model) else found
 
 
 def _embeddings(model: Any, adapter: str) -> Sequence[str]:

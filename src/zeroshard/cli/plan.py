@@ -29,6 +29,7 @@ from zeroshard.planner.search.adapted import trained_as, with_adapters
 from zeroshard.planner.search.auto import failures_of
 from zeroshard.planner.search.kept import search_once
 from zeroshard.planner.search.text import describe, left_out, looked_at, named, why_first
+from zeroshard.planning.adapters import Adapters
 from zeroshard.report.plain_table import plain_table
 from zeroshard.report.plan_page import write_plan
 from zeroshard.report.plan_text import (
@@ -136,7 +137,7 @@ def described_task(options: PlanOptions, devices: int) -> tuple[TrainingTask, Pl
     else:
         task, plan = language_task(config, rows), replace(config.plan, **options.fields)
     if options.adapters is not None:
-        return with_adapters(task, options.adapters, options.adapter_rank), plan
+        return with_adapters(task, Adapters(options.adapters, options.adapter_rank)), plan
     return with_cheaper(task, config), plan
 
 
@@ -211,10 +212,10 @@ def _write_plans(options: PlanOptions, found: Found, task: TrainingTask) -> list
 
 
 def plan_toml(prediction: Prediction, task: TrainingTask, options: PlanOptions) -> str:
-    """The plan as `zeroshard train --config` takes it; as `zs.Plan` does, for adapters and models that it lacks."""
+    """The plan as `zeroshard train --config` takes it; as `zs.Plan` does, for models that it lacks."""
     about = f"# {named(prediction)}; {prediction.batch} rows of one step per rank or replica\n"
     whole = prediction.plan.as_dict()
-    if prediction.adapters or not is_trained_by_name(task, options):
+    if not is_trained_by_name(prediction, task, options):
         return about + tomli_w.dumps(differing(whole, Plan().as_dict()))
     return about + tomli_w.dumps({**job_of(prediction, task, options), "plan": _spelled_out(whole)})
 

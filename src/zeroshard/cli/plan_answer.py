@@ -3,6 +3,7 @@
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from zeroshard.cli.plan_options import PlanOptions
@@ -12,6 +13,7 @@ from zeroshard.planner.predict.rehearse import TrainingTask
 from zeroshard.planner.predict.result import Found, Prediction
 from zeroshard.planner.search.adapted import peft_lines
 from zeroshard.planner.search.text import changes, much_faster
+from zeroshard.planning.adapters import Adapters
 from zeroshard.report.plans_page import ListedPlan
 from zeroshard.text import format_bytes
 from zeroshard.train.config import TrainConfig
@@ -25,19 +27,21 @@ def answer_lines(found: Found, task: TrainingTask, machines: Machines, options: 
     faster = much_faster(found.best)
     for place, best in ((place, one) for place, one in enumerate(found.best) if place in (0, faster)):
         yield f"Plan {1 + place}: {', '.join(_speed(best, task, machines))}."
-        if best.adapters:
-            yield from (f"  {line}" for line in peft_lines(best.adapters))
-        elif is_trained_by_name(task, options):
+        if is_trained_by_name(best, task, options):
             yield f"  {option_line(best, task, options)}"
-        yield f"  {python_line(best.plan)}"
+        yield from (f"  {line}" for line in python_lines(best))
     if found.ways:
         yield "The nearest ways to train every weight:" if found.best else "The nearest ways:"
         yield from (f"  {number}. {way}" for number, way in enumerate(found.ways, 1))
 
 
-def is_trained_by_name(task: TrainingTask, options: PlanOptions) -> bool:
-    """Whether `zeroshard train --model` trains it: no code of the user, and no other class of transformers."""
-    return not options.own and not task.name.startswith(f"{options.model}:")
+def is_trained_by_name(prediction: Prediction, task: TrainingTask, options: PlanOptions) -> bool:
+    """Whether `zeroshard train --model` trains it: no code of the user, no other class of transformers.
+
+    Adapters need a folder with pretrained weights.
+    """
+    weights = not prediction.adapters or any(Path(options.model).glob("*.safetensors"))
+    return weights and not options.own and not task.name.startswith(f"{options.model}:")
 
 
 def option_line(prediction: Prediction, task: TrainingTask, options: PlanOptions) -> str:
@@ -49,6 +53,13 @@ def option_line(prediction: Prediction, task: TrainingTask, options: PlanOptions
     return " ".join(["zeroshard train", *words])
 
 
+def python_lines(prediction: Prediction) -> Iterator[str]:
+    """The adapters as lines of Python with peft, and the plan as an expression after `import zeroshard as zs`."""
+    if prediction.adapters:
+        yield from peft_lines(Adapters.parse(prediction.adapters))
+    yield python_line(prediction.plan)
+
+
 def python_line(plan: Plan) -> str:
     """The plan as a Python expression, after `import zeroshard as zs`."""
     return re.sub(rf"\b({NAMED})\(", r"zs.\1(", repr(plan))
@@ -57,6 +68,9 @@ def python_line(plan: Plan) -> str:
 def job_of(prediction: Prediction, task: TrainingTask, options: PlanOptions) -> dict[str, Any]:
     """The options of `zeroshard train` besides the plan's."""
     job: dict[str, Any] = {"model": options.model, "sequence": task.sequence, "batch_per_rank": prediction.batch}
+    if prediction.adapters:
+        adapters = Adapters.parse(prediction.adapters)
+        job |= {"adapters": adapters.name, "adapter_rank": adapters.rank}
     return job | {"optimizer": prediction.optimizer or options.optimizer, "ranks": prediction.ranks}
 
 
@@ -78,8 +92,8 @@ def listed(found: Found, task: TrainingTask, machines: Machines, options: PlanOp
     return [
         ListedPlan(
             one,
-            "" if one.adapters or not is_trained_by_name(task, options) else option_line(one, task, options),
-            "\n".join([*(peft_lines(one.adapters) if one.adapters else ()), python_line(one.plan)]),
+            option_line(one, task, options) if is_trained_by_name(one, task, options) else "",
+            "\n".join(python_lines(one)),
             model_flops_share(one, task, machines),
             why,
         )

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 from zeroshard.doctor.hardware import Machines
 from zeroshard.doctor.profile import MachineProfile, default_path
 from zeroshard.errors import ConfigError
+from zeroshard.planning.adapters import RANK, AdapterName
 from zeroshard.planning.offers import Site
 from zeroshard.tensor.choice import divisions
 from zeroshard.text import check_unit, parse_bytes
@@ -17,7 +18,6 @@ from zeroshard.train.named_models import code_named, is_code, model_named
 from zeroshard.train.options import parse
 
 THIS_MACHINE, MODEL = "this machine", "tiny"
-ADAPTER_RANK = 16
 ROWS, SEQUENCE = 4, 1024  # rows per device; tokens for a model without a context length
 Precision = Literal["fp32", "bf16", "fp16"]
 HALVES: tuple[Precision, ...] = ("bf16", "fp16")
@@ -63,10 +63,10 @@ class PlanOptions:
     tensor_parallel: int | None = None
     """Ranks that split each layer in all plans, 2 or more; by default every number that divides the devices of a node
     is tried."""
-    adapters: Literal["lora", "qlora"] | None = None
+    adapters: AdapterName | None = None
     """Train adapters beside the frozen model (LoRA), or beside one in 4 bits (QLoRA); by default where nothing else
     fits."""
-    adapter_rank: int = ADAPTER_RANK
+    adapter_rank: int = RANK
     """Rank of the adapters, which all linear layers but the output layer get."""
     offload: bool = False
     """Try plans with offload to host memory even if others fit; if none does, they are tried in any case."""
@@ -127,7 +127,7 @@ class PlanOptions:
             raise ConfigError(f"profile is of this machine and gpu is {self.gpu}; leave out one of the two.")
         if self.gpu == THIS_MACHINE and self.per_node is not None:
             raise ConfigError("per_node is for devices in several nodes; name them with gpu, or leave it out.")
-        if self.adapters is None and self.adapter_rank != ADAPTER_RANK:
+        if self.adapters is None and self.adapter_rank != RANK:
             raise ConfigError(f"adapter_rank is {self.adapter_rank} and no adapters are asked for; add adapters=lora.")
         self._check_largest()
         self._check_formulas()

@@ -9,6 +9,7 @@ from zeroshard.data.files import parse_sources
 from zeroshard.errors import ConfigError
 from zeroshard.moe.policy import Mixture
 from zeroshard.plan import RENAMED, Plan, option_of, renamed
+from zeroshard.planning.adapters import RANK, AdapterName, Adapters
 from zeroshard.text import check_unit
 from zeroshard.train.loggers import check_loggers
 from zeroshard.train.option_tree import Named
@@ -70,6 +71,11 @@ class TrainConfig:
     of your own: mine.py, mine.py:Net or package.module:function."""
     pretrained: bool = True
     """Start from the safetensors files in the folder of a Hugging Face model, where it has them."""
+    adapters: AdapterName | None = None
+    """Train adapters beside the frozen weights of a Hugging Face folder (lora; extra: peft), or beside weights in 4
+    bits (qlora; extras: peft, quantized)."""
+    adapter_rank: int = RANK
+    """Rank of the adapters, which all linear layers but the output layer get."""
     data: tuple[Path, ...] = ()
     """Text, .jsonl, .parquet, compressed files, folders of them or of Hugging Face data sets, with weights if wanted:
     web.jsonl:3,notes/; by default the running interpreter's standard-library source."""
@@ -167,6 +173,7 @@ class TrainConfig:
             "keep",
             "patience",
             "ranks",
+            "adapter_rank",
         )
         not_negative = ("warmup_steps", "validate_every", "experts", "checkpoint_every", "rollbacks", "check_replicas")
         check_least(self, {**dict.fromkeys(positive, 1), **dict.fromkeys(not_negative, 0), "sample_tokens": 0})
@@ -176,6 +183,7 @@ class TrainConfig:
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be between 0 and 1.")
         parse_sources(self.data)  # refuses wrong weights
+        self._check_adapters()
         if self.tokenizer == "auto":
             object.__setattr__(self, "tokenizer", _tokenizer_of(self.model))
         if len(self.columns) > 2:
@@ -208,6 +216,11 @@ class TrainConfig:
             raise ConfigError("prompt is empty; generation needs at least one character to start from.")
 
     @property
+    def adapted(self) -> Adapters | None:
+        """The adapters that are trained in place of the weights; None without."""
+        return None if self.adapters is None else Adapters(self.adapters, self.adapter_rank)
+
+    @property
     def mixture(self) -> Mixture:
         """The mixtures of the model."""
         return Mixture(self.experts, self.experts_every, self.router)
@@ -223,6 +236,21 @@ class TrainConfig:
         if options.pop("tensorboard", False):
             options["loggers"] = ["tensorboard"]
         return {**options, "plan": renamed(plan)}
+
+    def _check_adapters(self) -> None:
+        """Refuse options of adapters that do not combine."""
+        if self.adapters is None:
+            if self.adapter_rank != RANK:
+                raise ConfigError(
+                    f"adapter_rank is {self.adapter_rank} and no adapters are asked for; add adapters=lora."
+                )
+            return
+        for name, given in (("no-pretrained", not self.pretrained), ("weights", self.weights is not None)):
+            if given:
+                raise ConfigError(
+                    f"adapters={self.adapters} lie beside the weights in the folder of the model, and {name} leaves "
+                    f"these aside; leave out one of the two."
+                )
 
     def _check_guard(self) -> None:
         """Refuse options of the loss guard that do not combine."""

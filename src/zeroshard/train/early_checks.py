@@ -1,11 +1,13 @@
 """Checks of paths and devices that a command names, made before torch is loaded and before any rank is started."""
 
 import glob
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
 from zeroshard.data.files import find, parse_sources
 from zeroshard.errors import CheckpointError, ConfigError, PlanError
+from zeroshard.planning.adapters import AdapterName
 from zeroshard.train.config import TrainConfig
 from zeroshard.validation.rank_count import check_ranks
 
@@ -13,6 +15,10 @@ CONFIG = "config.toml"  # of a run folder
 MANIFEST = "MANIFEST.json"  # of a checkpoint
 OF_A_RUN = "Give the folder of a checkpoint, as engine.save and zeroshard train write it, or a run folder with one."
 TO_RESUME = "Give a run folder or a checkpoint that zeroshard train wrote, or auto."
+BESIDE: dict[AdapterName, tuple[tuple[str, ...], str]] = {  # packages that adapters need, and their extras
+    "lora": (("transformers", "peft"), "hf,peft"),
+    "qlora": (("transformers", "peft", "bitsandbytes"), "hf,peft,quantized"),
+}
 OTHER_NAMES = {  # of devices, and what torch calls them
     **dict.fromkeys(("gpu", "nvidia", "amd", "rocm", "hip"), "cuda"),
     "tpu": "xla",
@@ -39,10 +45,34 @@ def refuse_early(config: TrainConfig, ranks: int | None = None) -> None:
             f"weights names {config.weights}, which does not exist; give a safetensors file, a folder of them, or a "
             f"checkpoint."
         )
+    check_adapters(config)
     check_place("out", config.out)
     check_device(config.device)
     if ranks is not None and config.planning == "given":
         check_ranks(config.plan, ranks)
+
+
+def check_adapters(config: TrainConfig) -> None:
+    """Refuse adapters of a model without weights in files, and those whose packages are not installed.
+
+    Raises:
+        ConfigError: with the way out.
+    """
+    if config.adapters is None:
+        return
+    folder = Path(config.model)
+    if not (folder.is_dir() and any(folder.glob("*.safetensors"))):
+        raise ConfigError(
+            f"adapters={config.adapters} lie beside pretrained weights, and {config.model} is no folder with "
+            f"safetensors files; give the folder of a Hugging Face model with its weights."
+        )
+    packages, extras = BESIDE[config.adapters]
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(
+                f"adapters={config.adapters} need the package {package}, which is not installed; "
+                f'run pip install "zeroshard[{extras}]".'
+            )
 
 
 def check_data(named: Sequence[Path | str]) -> None:

@@ -15,6 +15,7 @@ from zeroshard.comm.run_lock import HELD, Owner, hold, release
 from zeroshard.data.files import parse_sources
 from zeroshard.errors import ConfigError
 from zeroshard.memory.ledger import Category, Event
+from zeroshard.planning.adapters import RANK
 from zeroshard.planning.settings import flat
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.loggers import Loggers
@@ -25,6 +26,7 @@ STAMP = len("20261122-170000")  # characters of the date in a run folder's name
 STARTS = "starts.json"  # date, machines, command line, versions and git state of each start
 MOST_MEMORIES = 64  # ranks that write their memory over the recorded step
 SAME = "run.json"  # options that must be equal to resume the run
+EARLIER = {"pretrained": True, "truncate": False, "columns": [], "adapters": None, "adapter_rank": RANK}  # without them
 
 
 class RunFolder:
@@ -198,7 +200,7 @@ def _identity(config: TrainConfig) -> dict[str, Any]:
     """The options by which a later start recognises a run as its own."""
     named = parse_sources(config.data)
     data = [f"{path.resolve()}{'' if weight is None else f':{weight}'}" for path, weight in named]
-    names = ("model", "pretrained", "tokenizer", "sequence", "optimizer", "truncate")
+    names = ("model", "pretrained", "tokenizer", "sequence", "optimizer", "truncate", "adapters", "adapter_rank")
     given = {name: getattr(config, name) for name in names}
     return {"data": data, "seed": config.plan.seed, "columns": list(config.columns), **given}
 
@@ -222,7 +224,7 @@ def unfinished(config: TrainConfig) -> Path | None:
         return None
     for path in sorted(config.out.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True):
         try:
-            kept = {"pretrained": True, "truncate": False, "columns": [], **json.loads((path / SAME).read_text())}
+            kept = {**EARLIER, **json.loads((path / SAME).read_text())}
         except (OSError, ValueError):
             continue
         mine = {"job": kept.get("job") if automatic else job(), **_identity(config)}

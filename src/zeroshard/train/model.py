@@ -13,10 +13,13 @@ from torch import Tensor, nn
 
 from zeroshard.data.columns import IGNORED
 from zeroshard.errors import ModelError
-from zeroshard.interop.huggingface.loading import build
-from zeroshard.interop.huggingface.pretrained import PretrainedValues
+from zeroshard.interop.huggingface.loading import LoadOptions, build, model_files
+from zeroshard.interop.huggingface.pretrained import MatchedValues, PretrainedFiles
+from zeroshard.interop.huggingface.quantized import package
 from zeroshard.losses.labels import calls_loss_function
 from zeroshard.moe.policy import Mixture
+from zeroshard.planning.adapters import SCALE, Adapters
+from zeroshard.precision.cast import Precision
 from zeroshard.step.batch import loss_in
 from zeroshard.train.gpt import GPT
 from zeroshard.train.named_models import Code, model_named
@@ -34,11 +37,13 @@ class BuiltModel:
     name: str
     """As the user named it."""
     parameters: int
-    """Number of distinct parameters (a tied weight counts once)."""
+    """Number of distinct parameters (a tied weight counts once), without those of adapters."""
     hugging_face: bool
     """Whether the module has the arguments and outputs of a transformers model."""
-    values: PretrainedValues | None = None
+    values: MatchedValues | None = None
     """The pretrained values of a module on the meta device."""
+    origin: str = ""
+    """Of values from files, and of adapters beside them: the end of a text about the parameters."""
 
     @property
     def shifts(self) -> bool:
@@ -90,6 +95,8 @@ def build_model(
     dropout: float = 0.0,
     mixture: Mixture | None = None,
     pretrained: bool = False,
+    adapters: Adapters | None = None,
+    precision: str = "fp32",
 ) -> BuiltModel:
     """The model `spec` names: a size, a Hugging Face `config.json` or its folder, or a class or function of the user.
 
@@ -98,7 +105,8 @@ def build_model(
     has the values of the safetensors files in the folder, if there are any and they are asked for. Otherwise its values
     come from torch's global generator, so seed it equally on every rank; so do those of a model of the user's code,
     which has the arguments of the built-in model (tokens, targets) or those of transformers (input_ids, labels), and
-    returns a loss. Mixtures of experts replace feed-forward layers where they are asked for.
+    returns a loss. Mixtures of experts replace feed-forward layers where they are asked for. Adapters are those of
+    peft, beside the frozen weights of a pretrained model, which have the dtype of a plan of this precision, or 4 bits.
 
     Raises:
         ModelError: `spec` names no model, transformers is not installed or refuses the configuration, or the model
@@ -118,7 +126,7 @@ def build_model(
         raise ModelError(f"--dropout {dropout} is for built-in models; for {spec} set the rates in its config.json")
     assert named.file is not None
     if pretrained and Path(spec).is_dir() and next(Path(spec).glob("*.safetensors"), None) is not None:
-        return _pretrained(spec, named.file, vocabulary, context, mixture or Mixture())
+        return _pretrained(spec, named.file, vocabulary, context, mixture or Mixture(), adapters, precision)
     hugging_face = _hugging_face(named.file, vocabulary, context)
     (mixture or Mixture()).put_into(hugging_face)
     return BuiltModel(hugging_face, spec, _count(hugging_face), hugging_face=True)
@@ -168,7 +176,9 @@ def _count(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _pretrained(spec: str, file: Path, vocabulary: int, context: int, mixture: Mixture) -> BuiltModel:
+def _pretrained(
+    spec: str, file: Path, vocabulary: int, context: int, mixture: Mixture, adapters: Adapters | None, precision: str
+) -> BuiltModel:
     """The causal language model of a folder on the meta device, with the values of its files."""
     count = mixture.experts
     if count:
@@ -176,12 +186,31 @@ def _pretrained(spec: str, file: Path, vocabulary: int, context: int, mixture: M
             f"experts={count} were asked for, and {spec} holds pretrained weights of a model without them; "
             f"leave experts out, or say --no-pretrained to train from scratch"
         )
-    module = build(Path(spec), _transformers(file).AutoModelForCausalLM)
+    dtype = None if adapters is None else Precision.named(precision).compute
+    module = build(Path(spec), _transformers(file).AutoModelForCausalLM, dtype)
     config: Any = module.config
     _check_size(config, file, vocabulary, context)
     config.use_cache = False
-    values = PretrainedValues(Path(spec), module, strict=True, missing="refuse")
-    return BuiltModel(module, spec, _count(module), hugging_face=True, values=values)
+    numbers, origin = _count(module), ", pretrained"
+    if adapters is None:
+        files = PretrainedFiles(Path(spec), module)
+    else:
+        files = _beside_adapters(Path(spec), module, adapters, precision)
+        trained = sum(parameter.numel() for parameter in files.model.parameters() if parameter.requires_grad)
+        origin = f", frozen; {adapters}, {trained:,} parameters"
+    values = MatchedValues(files, strict=True, missing="refuse")
+    return BuiltModel(files.model, spec, numbers, hugging_face=True, values=values, origin=origin)
+
+
+def _beside_adapters(folder: Path, module: nn.Module, adapters: Adapters, precision: str) -> PretrainedFiles:
+    """The files of a model on the meta device, which gets adapters, and layers of 4 bits for QLoRA."""
+    peft = package("peft", f"adapters={adapters.name}", "peft")
+    made = peft.LoraConfig(r=adapters.rank, lora_alpha=SCALE * adapters.rank, target_modules="all-linear")
+    options: LoadOptions = {"adapters": made}
+    stated = getattr(module.config, "quantization_config", None)
+    if adapters.name == "qlora" and stated is None:
+        options["quantized"] = "nf4"
+    return model_files(folder, module, options, precision)
 
 
 def _hugging_face(file: Path, vocabulary: int, context: int) -> nn.Module:

@@ -102,7 +102,8 @@ class Run:
         torch.manual_seed(config.plan.seed)
         self.built: BuiltModel = build_model(
             config.model, self.data.tokenizer.vocabulary, config.sequence, config.dropout, config.mixture,
-            pretrained=config.pretrained and config.weights is None,
+            pretrained=config.pretrained and config.weights is None, adapters=config.adapted,
+            precision=config.plan.precision,
         )  # fmt: skip
         self._outlook = outlook or Outlook()
         self._forecast: Forecast | None = None
@@ -175,7 +176,7 @@ class Run:
         mesh = self.engine.mesh
         ranks = f"{mesh.ranks} rank{'s' * (mesh.ranks > 1)} on {mesh.device.type}"
         return {
-            "model": f"{config.model}, {self.built.parameters:,} parameters{self._origin()}",
+            "model": f"{config.model}, {self.built.parameters:,} parameters{self.built.origin}",
             "data": self.data.about,
             "plan": f"{short(config.plan, mesh.ranks)}; {ranks}; {rows} rows of {config.sequence} tokens per step",
             **({"owners": engine.owners} if engine.owners else {}),
@@ -187,10 +188,6 @@ class Run:
         """Memory of this rank and time of a step of so many tokens: as predicted, or by formulas."""
         states = sum(row.planned_bytes or 0 for row in self.engine.memory().rows if row.tier == "device")
         return expectation(self._outlook.prediction, math.ceil(states), self._speed.least_seconds(tokens))
-
-    def _origin(self) -> str:
-        """The origin of initial weights from files, as the end of a text."""
-        return "" if self.engine.loaded is None else ", pretrained"
 
     def _begin_forecast(self, steps: int) -> Forecast | None:
         """The forecast that measures the first of `steps` steps, or None without a prediction."""

@@ -15,6 +15,7 @@ from zeroshard.plan import Plan
 from zeroshard.planner.predict.copies import zeroed_copy
 from zeroshard.planner.predict.rehearse import TrainingTask
 from zeroshard.planner.predict.torch_internals import fakes
+from zeroshard.planner.search.adapted import with_adapters
 from zeroshard.planner.search.identity import identity_of
 from zeroshard.train.config import OptimizerName, TrainConfig
 from zeroshard.train.model import BuiltModel, build_model, takes_tokens
@@ -47,7 +48,8 @@ def language_task(config: TrainConfig, rows: int) -> TrainingTask:
     task = replace(task, identity=identity_of(model.module, *_rates(config)))
     if not model.hugging_face:
         return task
-    return replace(_made_aside(task, config), loss_chunk=LOSS_CHUNK)
+    task = replace(_made_aside(task, config), loss_chunk=LOSS_CHUNK)
+    return task if config.adapted is None else with_adapters(task, config.adapted)
 
 
 def other_task(config: TrainConfig, rows: int) -> TrainingTask | None:

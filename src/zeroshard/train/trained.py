@@ -12,6 +12,7 @@ from zeroshard.data.evaluation import EvaluationData
 from zeroshard.data.tokenizer import Tokenizer, load_tokenizer
 from zeroshard.data.training import DataOptions, open_training
 from zeroshard.errors import CheckpointError, DataError
+from zeroshard.interop.huggingface.stored_adapters import merged_base
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.early_checks import CONFIG, run_folder_of
 from zeroshard.train.gpt import generate
@@ -123,7 +124,7 @@ class Trained:
 
 
 def load_trained(path: Path, device: torch.device, tokenizer: str | None = None) -> Trained:
-    """The model of a run folder's newest checkpoint, or of one of its checkpoints.
+    """The model of a run folder's newest checkpoint, or of one of its checkpoints; adapters are added to their base.
 
     Args:
         tokenizer: by default that of the run's options, whose path is one seen from where the run was started.
@@ -141,7 +142,10 @@ def load_trained(path: Path, device: torch.device, tokenizer: str | None = None)
         )
     reader = Reader(found)
     built = build_model(config.model, known.vocabulary, config.sequence, 0.0, config.mixture)
-    _fill(built.module, reader)
+    if config.adapted is None:
+        _fill(built.module, reader)
+    else:
+        built.module.load_state_dict(dict(merged_base(reader)), assign=True)
     built.module.to(device).eval()
     return Trained(config, built, known, found, int(reader.facts["step"]), device, reader.facts["extra"].get("corpus"))
 

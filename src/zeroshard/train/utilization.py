@@ -10,12 +10,16 @@ from dataclasses import dataclass
 from statistics import median
 
 import torch
+from torch import nn
 
 from zeroshard.errors import ZeroshardError
+from zeroshard.planner.predict.adapters import put_adapters
 from zeroshard.planner.predict.model_flops import sequence_flops
+from zeroshard.planner.predict.torch_internals import fakes
 from zeroshard.planner.search.this_machine import ASSUMED, local_machines
+from zeroshard.planning.adapters import Adapters
 from zeroshard.train.config import TrainConfig
-from zeroshard.train.model import BuiltModel
+from zeroshard.train.model import BuiltModel, build_model
 from zeroshard.train.model_shape import shape_of
 
 TOLERANCE = 0.01  # difference between a formula's parameters and a model's, of mixtures put into it among others
@@ -95,13 +99,22 @@ def utilization_of(config: TrainConfig, built: BuiltModel, device: torch.device,
     length = config.sequence
     shape = shape_of(config.model)
     try:
-        if shape is None or not math.isclose(shape.parameters, built.parameters, rel_tol=TOLERANCE):
+        if config.adapted is not None:
+            module = _beside_adapters(config, config.adapted)
+            whole, causal = sequence_flops(module, lambda n: built.batch(_tokens(n)), length)
+        elif shape is None or not math.isclose(shape.parameters, built.parameters, rel_tol=TOLERANCE):
             whole, causal = sequence_flops(built.module, lambda n: built.batch(_tokens(n)), length)
         else:
             whole, causal = shape.row_flops(length)
     except ZeroshardError:  # a model that cannot be copied, or whose forward depends on values
         return Utilization(None, None, None)
     return Utilization(whole / length, causal / length, _peak(config.plan.precision, device, ranks))
+
+
+def _beside_adapters(config: TrainConfig, adapters: Adapters) -> nn.Module:
+    """The frozen model of a run with stand-ins of its adapters, which count alike for weights of any dtype."""
+    with fakes():
+        return put_adapters(build_model(config.model, 0, config.sequence).module, adapters)
 
 
 def _tokens(length: int) -> torch.Tensor:

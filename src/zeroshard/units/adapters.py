@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroshard.errors import ModelError
+from zeroshard.errors import ModelError, PlanError
 
 COPIES = re.compile(r"(?<=\.)(original_module|modules_to_save\.[^.]+)\.")
 TOKENS = ".token_adapter.base_layer."  # of embeddings some of whose rows are trained (`trainable_token_indices`)
@@ -296,3 +296,34 @@ def row_norms(layer: Any, adapter: str) -> torch.Tensor:
         weight=layer.get_base_layer().weight, lora_weight=change, scaling=layer.scaling[adapter]
     )
     return norms
+
+
+def base_of(model: Any) -> Any:
+    """The model inside of peft's; one of transformers that took adapters in itself (`add_adapter`) is its own base."""
+    return model if is_own_base(model) else model.get_base_model()
+
+
+def is_own_base(model: Any) -> bool:
+    """Whether a model of transformers took adapters in itself."""
+    return bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+def is_of_peft(model: Any) -> bool:
+    """Whether a model has adapters of peft, around it or in itself."""
+    return is_own_base(model) or ("base_model" in model._modules and hasattr(model, "get_base_model"))
+
+
+def active_adapters(model: Any) -> list[str]:
+    """The names of the active adapters.
+
+    Raises:
+        PlanError: the model is none of peft's.
+    """
+    if not is_of_peft(model):
+        raise PlanError(
+            f"adapters= and merge= are for models of peft, and this one is a {type(model).__name__}. Leave them out; "
+            f"or give the engine peft.get_peft_model(model, config)."
+        )
+    if is_own_base(model):
+        return list(model.active_adapters())
+    return list(getattr(model, "active_adapters", None) or [model.active_adapter])

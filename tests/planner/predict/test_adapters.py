@@ -12,11 +12,12 @@ from torch.profiler import ProfilerActivity, profile
 
 import zeroshard as zs
 from zeroshard.errors import ModelError
-from zeroshard.planner.predict.adapters import AdaptedLinear, AdapterName, PackedLinear, put_adapters
+from zeroshard.planner.predict.adapters import AdaptedLinear, PackedLinear, put_adapters
 from zeroshard.planner.predict.predict import predict
 from zeroshard.planner.predict.rehearse import TrainingTask
 from zeroshard.planner.predict.shallow import facts_of_model
 from zeroshard.planner.search.adapted import with_adapters
+from zeroshard.planning.adapters import AdapterName, Adapters
 
 MAKE = partial(torch.optim.AdamW, lr=1e-3)
 ROWS, SEQUENCE = 8, 48
@@ -51,7 +52,7 @@ def test_peaks_are_those_of_runs_with_peft(case: tuple[AdapterName, str]) -> Non
     name, precision = case
     plan = zs.Plan(zero=0, precision=precision)
     job = TrainingTask(partial(causal_model, "Llama", False), words, MAKE, ROWS, SEQUENCE)
-    predicted = predict(with_adapters(job, name), plan, ALONE, ROWS)
+    predicted = predict(with_adapters(job, Adapters(name)), plan, ALONE, ROWS)
     model, batch = wrapped(name), words(ROWS)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
         engine = zs.Engine(model, MAKE, plan, mesh=zs.Mesh())
@@ -66,7 +67,7 @@ def test_peaks_are_those_of_runs_with_peft(case: tuple[AdapterName, str]) -> Non
 def test_linear_layers_are_frozen_and_the_output_layer_has_no_adapter() -> None:
     model = causal_model("Llama", recomputes=False)
     before = facts_of_model(model).parameters
-    put_adapters(model, "qlora", 4)
+    put_adapters(model, Adapters("qlora", 4))
     adapted = [layer for layer in model.modules() if isinstance(layer, AdaptedLinear)]
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     assert len(adapted) == 6 * 7 and type(model.lm_head) is nn.Linear
@@ -88,4 +89,4 @@ def test_a_packed_layer_takes_half_a_byte_for_a_weight_and_keeps_nothing_else() 
 
 def test_a_model_without_linear_layers_is_refused() -> None:
     with pytest.raises(ModelError, match="Conv1d has no linear layers besides its output layer"):
-        put_adapters(nn.Conv1d(3, 3, 1), "lora", 16)
+        put_adapters(nn.Conv1d(3, 3, 1), Adapters("lora", 16))

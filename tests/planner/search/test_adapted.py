@@ -9,6 +9,7 @@ from zeroshard.plan import Plan
 from zeroshard.planner.search.adapted import peft_lines, with_adapters
 from zeroshard.planner.search.search import search
 from zeroshard.planner.search.text import changes, describe, named
+from zeroshard.planning.adapters import Adapters
 from zeroshard.train.family import gpt_task
 from zeroshard.train.sizes import GPTConfig
 
@@ -37,7 +38,7 @@ def test_no_adapters_are_tried_where_every_weight_can_be_trained() -> None:
 
 
 def test_adapters_that_are_asked_for_are_searched_as_any_task() -> None:
-    found = search(with_adapters(gpt_task(CONFIG), "qlora", 64), card(2**30), BF16)
+    found = search(with_adapters(gpt_task(CONFIG), Adapters("qlora", 64)), card(2**30), BF16)
     assert found.best[0].adapters == "QLoRA of rank 64" and not found.ways
     widths = 512 * (1 + 3) + 512 * (1 + 1) + 512 * (1 + 4) * 2  # inputs and outputs of a block's layers
     assert found.best[0].memory["optimizer states"] == 8 * 64 * widths * CONFIG.layers
@@ -52,8 +53,8 @@ def test_the_weights_come_from_host_memory_where_the_device_cannot_hold_them_in_
 
 
 def test_peft_makes_such_models() -> None:
-    assert peft_lines("LoRA of rank 8") == [
+    assert peft_lines(Adapters("lora", 8)) == [
         'model = peft.get_peft_model(model, peft.LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"))'
     ]
-    packed, _ = peft_lines("QLoRA of rank 16")
+    packed, _ = peft_lines(Adapters("qlora"))
     assert "load_in_4bit" in packed

@@ -169,8 +169,21 @@ def _opened(path: Path, model: type | nn.Module | None, plan: Plan, options: Loa
             f"looked up: download the folder first."
         )
     built = model if isinstance(model, nn.Module) else build(path, model, options.get("dtype"))
+    files = model_files(path, built, options, plan.precision)
+    return _Opened(files, b"" if rank else json.dumps(files.renamed()).encode())
+
+
+def model_files(path: Path, built: nn.Module, options: LoadOptions, precision: str) -> PretrainedFiles:
+    """The files of a model on the meta device, which gets quantised layers and adapters as the options say.
+
+    Args:
+        precision: of the plan, in whose dtype quantised layers compute.
+
+    Raises:
+        CheckpointError, ModelError: as `from_pretrained`.
+    """
     stored = quantisation_of(getattr(pretrained_part(built)[1], "config", None))
-    quantise(built, path, options.get("quantized"), Precision.named(plan.precision).compute)
+    quantise(built, path, options.get("quantized"), Precision.named(precision).compute)
     adapters, file = options.get("adapters"), None
     if isinstance(adapters, str | PathLike):
         adapters, file = stored_config(Path(adapters)), adapter_file(Path(adapters))
@@ -188,8 +201,7 @@ def _opened(path: Path, model: type | nn.Module | None, plan: Plan, options: Loa
                 f"peft refuses adapters={type(adapters).__name__}(...): {error}. The base is on the meta device; where "
                 f"its values are needed, attach the adapters to a base that has them, and give the model to zs.Engine."
             ) from error
-    files = PretrainedFiles(path, built, stored, file)
-    return _Opened(files, b"" if rank else json.dumps(files.renamed()).encode())
+    return PretrainedFiles(path, built, stored, file)
 
 
 def build(folder: Path, kind: type | None, dtype: torch.dtype | str | None = None) -> nn.Module:

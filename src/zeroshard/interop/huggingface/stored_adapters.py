@@ -10,7 +10,7 @@ import copy
 import importlib
 import json
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ from zeroshard.access.adapter_export import (
     FACT,
     ExportSizes,
     Read,
-    base_of,
+    merged_weights,
     plan_adapter,
     plan_merged,
 )
@@ -43,7 +43,7 @@ from zeroshard.quantized.stacks import CODES, MatrixFormat
 from zeroshard.quantized.stored import FACT as QUANTISED
 from zeroshard.quantized.stored import ends_of, stored_weights
 from zeroshard.quantized.weights import STACK, TURNED, end_of
-from zeroshard.units.adapters import INSIDE, base_names
+from zeroshard.units.adapters import INSIDE, base_names, base_of
 
 ENGINE = "Make the engine of the run, call engine.load(checkpoint), then engine.export(folder, merge=True)"
 
@@ -67,6 +67,26 @@ def planned_adapters(
             base do not fit. DamagedError: the manifest has other facts than those of adapters. PlanError: as
             `plan_adapter` and `plan_merged`.
     """
+    model, weights = _weights_of(reader, base, own)
+    if adapter is None:
+        return plan_merged(weights, model, sizes)
+    return plan_adapter(weights, model, adapter), weights.read
+
+
+def merged_base(reader: Reader) -> Iterator[tuple[str, Tensor]]:
+    """The weights of the base of a checkpoint with the active adapters added, as of `merged_weights`.
+
+    Raises:
+        CheckpointError, DamagedError, PlanError: as `planned_adapters`.
+    """
+    model, weights = _weights_of(reader)
+    return merged_weights(weights, model)
+
+
+def _weights_of(
+    reader: Reader, base: Path | None = None, own: Callable[[], Any] | None = None
+) -> tuple[Any, "CheckpointWeights"]:
+    """The model of a checkpoint, with adapters, on the meta device; and its whole tensors."""
     facts = reader.facts.get(FACT)
     if facts is None:
         raise CheckpointError(
@@ -81,10 +101,7 @@ def planned_adapters(
                 f"it must be {needed}. Use an earlier checkpoint."
             )
     model = _built(reader, facts, own)
-    weights = CheckpointWeights(reader, model, base)
-    if adapter is None:
-        return plan_merged(weights, model, sizes)
-    return plan_adapter(weights, model, adapter), weights.read
+    return model, CheckpointWeights(reader, model, base)
 
 
 class CheckpointWeights:

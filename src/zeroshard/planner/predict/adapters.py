@@ -4,25 +4,21 @@ The modules compute as those of peft do, and take the same memory. QLoRA (2305.1
 in 4 bits (NF4), with a scale of 8 bits for each 64 of them, and one of 32 bits for each 256 scales.
 """
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zeroshard.errors import ModelError
+from zeroshard.planning.adapters import SCALE, Adapters
 from zeroshard.units.token_layers import output_layer
 
-AdapterName = Literal["lora", "qlora"]
-NAMES: Mapping[AdapterName, str] = {"lora": "LoRA", "qlora": "QLoRA"}
-RANK = 16
-SCALED = 2.0  # times the adapter's product
 BLOCK, SCALES = 64, 256  # weights of one scale, and scales of one of the second kind
 TRANSPOSED = "Conv1D"  # of transformers, whose weight is [inputs, outputs]
 
 
-def put_adapters(model: nn.Module, name: AdapterName, rank: int) -> nn.Module:
+def put_adapters(model: nn.Module, adapters: Adapters) -> nn.Module:
     """Freeze a model, and put adapters beside its linear layers, its output layer aside, in place.
 
     Raises:
@@ -32,7 +28,7 @@ def put_adapters(model: nn.Module, name: AdapterName, rank: int) -> nn.Module:
     for parent in list(model.modules()):
         for path, layer in list(parent.named_children()):
             if _is_plain(layer) and layer is not output_layer(model):
-                setattr(parent, path, AdaptedLinear(layer, rank, packs=name == "qlora"))
+                setattr(parent, path, AdaptedLinear(layer, adapters.rank, packs=adapters.name == "qlora"))
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError(
             f"{type(model).__name__} has no linear layers besides its output layer, and adapters lie beside those; "
@@ -69,7 +65,7 @@ class AdaptedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., inputs] -> [..., outputs]."""
         result: Tensor = self.layer(x)
-        return result + F.linear(F.linear(x, self.down), self.up) * SCALED
+        return result + F.linear(F.linear(x, self.down), self.up) * SCALE
 
 
 class PackedLinear(nn.Module):

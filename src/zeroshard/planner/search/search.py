@@ -26,7 +26,6 @@ from zeroshard.pipeline import choice as pipeline
 from zeroshard.pipeline.partition.profile import LayerCost
 from zeroshard.plan import Plan
 from zeroshard.planner.choices import choices_of
-from zeroshard.planner.predict.adapters import NAMES
 from zeroshard.planner.predict.cuts import Layers, layers_of
 from zeroshard.planner.predict.estimate import Estimator
 from zeroshard.planner.predict.predict import predict, predict_timed, way_of
@@ -49,6 +48,7 @@ from zeroshard.planner.search.nearest import nearest_ways
 from zeroshard.planner.search.order import answered, rank, with_whole_first
 from zeroshard.planner.search.progress import MOST_DEEP, Looks, SearchProgress
 from zeroshard.planner.search.text import lacking, short
+from zeroshard.planning.adapters import NAMES, Adapters
 from zeroshard.planning.offers import Divided, Offer, Refused, Site
 from zeroshard.tensor import choice as tensor
 from zeroshard.zero import choice as zero
@@ -277,7 +277,7 @@ class _Search:
         """Where there is no answer, try to train adapters: beside the model, one in 4 bits, and one in host memory."""
         if answered(self.fitting):
             return
-        tasks = [with_adapters(self.task, name) for name in NAMES]
+        tasks = [with_adapters(self.task, Adapters(name)) for name in NAMES]
         with suppress(ZeroshardError):  # for a model without layers that take them
             for task in tasks:
                 self.try_other(task)
