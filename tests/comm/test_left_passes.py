@@ -5,8 +5,9 @@ from pool import Pool
 
 from zeroshard.comm.collectives import Comm
 from zeroshard.comm.disagreement import disagreement
+from zeroshard.comm.left_passes import SHOWN, LeftPasses
 from zeroshard.comm.mesh import Mesh, beside
-from zeroshard.comm.pending import SHOWN, LeftPasses, Position
+from zeroshard.comm.pending import Position
 from zeroshard.errors import CommError
 
 

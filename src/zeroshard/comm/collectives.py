@@ -26,9 +26,10 @@ import torch.distributed as dist
 
 from zeroshard.comm.disagreement import disagreement, noted_error
 from zeroshard.comm.hang_detector import PATIENCE, DeviceDetector, HangDetector
+from zeroshard.comm.left_passes import left_elsewhere
 from zeroshard.comm.mesh import Mesh, MessageGroups, part_of
 from zeroshard.comm.over_budget import over_budget_elsewhere
-from zeroshard.comm.pending import Exchange, InPlace, Naming, Pending, Position, SideBySide, left_elsewhere
+from zeroshard.comm.pending import Exchange, InPlace, Naming, Pending, Position, SideBySide
 from zeroshard.comm.rendezvous import SHORTEST, give_up
 from zeroshard.errors import CommError, PlanError
 from zeroshard.memory.zeros import zeros

@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from zeroshard.comm.left_passes import LeftPasses
 from zeroshard.comm.mesh import Mesh
-from zeroshard.comm.pending import LeftPasses
 from zeroshard.errors import BatchError
 from zeroshard.step.context import context
 from zeroshard.units.hooks import tensors_of

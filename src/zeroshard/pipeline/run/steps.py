@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from zeroshard.comm.collectives import Comm, Purpose
 from zeroshard.comm.disagreement import went_on
-from zeroshard.comm.pending import LeftCalls
+from zeroshard.comm.left_passes import LeftCalls
 from zeroshard.errors import CommError, ModelError, PlanError
 from zeroshard.parts.part import Parts
 from zeroshard.pipeline.cut.bypass import NUMBERS, SentValues
