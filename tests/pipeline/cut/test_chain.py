@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -324,6 +325,17 @@ def test_named_blocks() -> None:
     assert Chain(other, lambda: other(*tokens(2)), ["Block"]).blocks == 3
     with pytest.raises(PlanError, match=r"'Blokk', which is no class.*Did you mean 'Block'"):
         Chain(other, lambda: other(*tokens(2)), ["Blokk"])
+
+
+def test_layers_of_a_model_with_adapters_are_those_of_its_base() -> None:
+    peft = pytest.importorskip("peft")
+    base, inputs = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))), torch.ones(1, 4)
+    adapted = peft.get_peft_model(copy.deepcopy(base), peft.LoraConfig(r=2, target_modules="all-linear"))
+    chains = [Chain(model, partial(model, inputs)) for model in (base, adapted)]
+    for name in ("2", "base_model.model.2"):
+        assert chains[0].number(name) == chains[1].number(name) == 3
+    with pytest.raises(ModelError, match="no layer '9' to cut before; its layers are prefix, 0, 1, 2, 3, suffix"):
+        chains[1].number("9")
 
 
 def test_a_stand_in_that_is_used_is_seen() -> None:

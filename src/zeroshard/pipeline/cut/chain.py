@@ -45,6 +45,7 @@ from zeroshard.pipeline.cut.layers import (
 from zeroshard.pipeline.cut.placeholders import Placeholders, stand_in, unsent, without_values
 from zeroshard.pipeline.cut.probe import BufferUses, Probe, RunsTwice, all_trainable, unchanged, without_weights
 from zeroshard.schedule import PipelineSchedule
+from zeroshard.units.adapters import INSIDE
 
 PREFIX, SUFFIX = "prefix", "suffix"
 Entered = Callable[[int, Tensor], None]  # the number of a layer, and the activation that enters it
@@ -228,13 +229,12 @@ class Chain:
         Raises:
             ModelError: there is no such layer.
         """
-        for layer in self.layers:
-            if layer.name == name:
-                return layer.number
-        names = ", ".join(layer.name for layer in self.layers)
+        paths = [layer.name.removeprefix(INSIDE) for layer in self.layers]  # a model of peft has those of its base
+        if (path := name.removeprefix(INSIDE)) in paths:
+            return paths.index(path)
         raise ModelError(
-            f"split names {name!r}, and the model has no layer {name!r} to cut before; its layers are {names}. "
-            f"Name some of them."
+            f"split names {name!r}, and the model has no layer {name!r} to cut before; its layers are "
+            f"{', '.join(paths)}. Name some of them."
         )
 
     def enter(self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
