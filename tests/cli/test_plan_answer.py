@@ -69,7 +69,9 @@ def test_a_plan_with_other_results_that_is_much_faster_is_named_and_ready_to_cop
     assert "Plan 3" not in why_first([rounded, slow, slow])
 
 
-def test_adapters_are_a_command_beside_pretrained_weights_and_lines_of_peft_elsewhere(tmp_path: Path) -> None:
+def test_adapters_are_a_command_beside_pretrained_weights_and_lines_of_peft_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one, python = replace(prediction(PLANS[0]), adapters="QLoRA of rank 8"), "peft.LoraConfig(r=8, lora_alpha=16"
     options = PlanOptions(gpu="A100-80", model=str(tmp_path))
     without = "\n".join(answer_lines(Found((one,), (), 3, 1.0), TASK, MACHINES, options))
@@ -79,6 +81,10 @@ def test_adapters_are_a_command_beside_pretrained_weights_and_lines_of_peft_else
     config = parse(TrainConfig, shlex.split(line)[2:], "zeroshard train")
     assert (config.model, config.adapters, config.adapter_rank) == (str(tmp_path), "qlora", 8)
     assert config.plan == PLANS[0]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gpt2").symlink_to(tmp_path)  # a folder named as a built-in size, which the command trains
+    named = replace(options, model="gpt2")
+    assert "zeroshard train" not in "\n".join(answer_lines(Found((one,), (), 3, 1.0), TASK, MACHINES, named))
 
 
 def test_without_a_plan_there_are_ways() -> None:

@@ -132,7 +132,7 @@ ELSEWHERE: dict[str, dict[str, Any]] = {
             "zero": 0,
             "microbatches": 2,
             "pipeline_parallel": 2,
-            "pipeline_parallel.split": ("base_model.model.model.layers.1",),
+            "pipeline_parallel.split": ("model.layers.1",),  # as in plans of the planner
         }
     },
     "tensor ranks": {"plan": {"zero": 1, "tensor_parallel": 2}},
@@ -169,7 +169,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no rank": ({"adapter_rank": 0}, "adapter_rank is 0; it must be 1 or more"),
     "not pretrained": ({"pretrained": False}, "no-pretrained leaves these aside"),
     "other weights": ({"weights": Path("w.safetensors")}, "weights leaves these aside"),
-    "a built-in size": ({"model": "tiny"}, "tiny is no folder with safetensors files"),
+    "a built-in size": ({"model": "tiny"}, "tiny is a built-in size"),
     "a configuration alone": ({"model": "config.json"}, "config.json is no folder with safetensors files"),
 }
 

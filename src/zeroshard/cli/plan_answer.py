@@ -3,7 +3,6 @@
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from zeroshard.cli.plan_options import PlanOptions
@@ -17,6 +16,7 @@ from zeroshard.planning.adapters import Adapters
 from zeroshard.report.plans_page import ListedPlan
 from zeroshard.text import format_bytes
 from zeroshard.train.config import TrainConfig
+from zeroshard.train.named_models import has_weights
 from zeroshard.train.option_values import NONE
 
 NAMED = "|".join(kind.__name__ for kind in (Plan, *GROUPS.values()))
@@ -40,7 +40,7 @@ def is_trained_by_name(prediction: Prediction, task: TrainingTask, options: Plan
 
     Adapters need a folder with pretrained weights.
     """
-    weights = not prediction.adapters or any(Path(options.model).glob("*.safetensors"))
+    weights = not prediction.adapters or has_weights(options.model)
     return weights and not options.own and not task.name.startswith(f"{options.model}:")
 
 

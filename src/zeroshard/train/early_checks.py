@@ -9,6 +9,8 @@ from zeroshard.data.files import find, parse_sources
 from zeroshard.errors import CheckpointError, ConfigError, PlanError
 from zeroshard.planning.adapters import AdapterName
 from zeroshard.train.config import TrainConfig
+from zeroshard.train.named_models import has_weights
+from zeroshard.train.sizes import SIZES
 from zeroshard.validation.rank_count import check_ranks
 
 CONFIG = "config.toml"  # of a run folder
@@ -60,11 +62,12 @@ def check_adapters(config: TrainConfig) -> None:
     """
     if config.adapters is None:
         return
-    folder = Path(config.model)
-    if not (folder.is_dir() and any(folder.glob("*.safetensors"))):
+    if not has_weights(config.model):
+        size = f"a built-in size (./{config.model} would be a folder)"
+        found = size if config.model in SIZES else "no folder with safetensors files"
         raise ConfigError(
-            f"adapters={config.adapters} lie beside pretrained weights, and {config.model} is no folder with "
-            f"safetensors files; give the folder of a Hugging Face model with its weights."
+            f"adapters={config.adapters} lie beside pretrained weights, and {config.model} is {found}; give the folder "
+            f"of a Hugging Face model with its weights."
         )
     packages, extras = BESIDE[config.adapters]
     for package in packages:

@@ -22,7 +22,7 @@ from zeroshard.planning.adapters import SCALE, Adapters
 from zeroshard.precision.cast import Precision
 from zeroshard.step.batch import loss_in
 from zeroshard.train.gpt import GPT
-from zeroshard.train.named_models import Code, model_named
+from zeroshard.train.named_models import Code, has_weights, model_named
 from zeroshard.train.other_models import reads_later_tokens
 from zeroshard.train.own_code import maker_of
 from zeroshard.train.sizes import SIZES
@@ -125,7 +125,7 @@ def build_model(
     if dropout:
         raise ModelError(f"--dropout {dropout} is for built-in models; for {spec} set the rates in its config.json")
     assert named.file is not None
-    if pretrained and Path(spec).is_dir() and next(Path(spec).glob("*.safetensors"), None) is not None:
+    if pretrained and has_weights(spec):
         return _pretrained(spec, named.file, vocabulary, context, mixture or Mixture(), adapters, precision)
     hugging_face = _hugging_face(named.file, vocabulary, context)
     (mixture or Mixture()).put_into(hugging_face)

@@ -90,6 +90,11 @@ def model_named(text: str) -> NamedModel:
     raise ModelError(f"model={text} names no model; {meant} sizes are {', '.join(SIZES)}, or give {WAYS}.{hub}")
 
 
+def has_weights(text: str) -> bool:
+    """Whether `--model` names a folder with safetensors files."""
+    return text not in SIZES and Path(text).is_dir() and any(Path(text).glob("*.safetensors"))
+
+
 def is_code(text: str) -> bool:
     """Whether a text is spelt as a class or function of the user's code; files are not looked up but to exclude one."""
     return text.partition(":")[0].endswith(".py") or (":" in text and not Path(text).exists())

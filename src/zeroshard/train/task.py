@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from zeroshard.planner.search.adapted import with_adapters
 from zeroshard.planner.search.identity import identity_of
 from zeroshard.train.config import OptimizerName, TrainConfig
 from zeroshard.train.model import BuiltModel, build_model, takes_tokens
-from zeroshard.train.named_models import BATCH, Code, model_named
+from zeroshard.train.named_models import BATCH, Code, has_weights, model_named
 from zeroshard.train.optimizers import make_optimizer
 from zeroshard.train.other_models import other_model
 from zeroshard.train.own_code import check_arguments, import_code, imported
@@ -77,7 +76,7 @@ def other_task(config: TrainConfig, rows: int) -> TrainingTask | None:
 
 def _made_aside(task: TrainingTask, config: TrainConfig) -> TrainingTask:
     """The task of a model of transformers, which is made in host memory, or read from files slice by slice."""
-    read = config.pretrained and Path(config.model).is_dir() and any(Path(config.model).glob("*.safetensors"))
+    read = config.pretrained and has_weights(config.model)
     identity = task.identity and f"{task.identity}, values from files: {read}"
     return replace(task, made_aside="from files" if read else "whole", identity=identity)
 
