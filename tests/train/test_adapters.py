@@ -8,11 +8,12 @@ import pytest
 import torch
 from pool import Pool
 
+import zeroshard as zs
 from zeroshard.checkpoint import Reader, find_checkpoint
 from zeroshard.cli.main import main
 from zeroshard.comm.mesh import Mesh
 from zeroshard.engine import Engine
-from zeroshard.errors import ConfigError
+from zeroshard.errors import ConfigError, ModelError
 from zeroshard.plan import Plan
 from zeroshard.planning.adapters import Adapters
 from zeroshard.train.config import TrainConfig
@@ -162,6 +163,24 @@ def test_an_export_of_a_run_is_read_by_peft(given: Path, tmp_path: Path, monkeyp
     mine = load_trained(folder, torch.device("cpu")).built.module
     tokens = torch.arange(32)[None]
     assert torch.allclose(model(input_ids=tokens).logits, mine(input_ids=tokens).logits, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match:RuntimeWarning")
+def test_stacked_experts_in_4_bits_have_no_adapters_and_are_named(given: Path, tmp_path: Path) -> None:
+    """peft puts none there; the model of the checkpoint is built again without them."""
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    pytest.importorskip("bitsandbytes")
+    config = transformers.MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2)
+    transformers.MixtralForCausalLM(config).save_pretrained(tmp_path / "mixtral")
+    job = config_of(given, tmp_path, model=str(tmp_path / "mixtral"), adapters="qlora", steps=2)
+    with pytest.warns(UserWarning, match=r"No adapters lie beside '.*experts.gate_up_proj'.* quantised stacks"):
+        folder = Path(run_on(Mesh(), job))
+    summary = json.loads((folder / "summary.json").read_text())
+    found = load_trained(folder, torch.device("cpu")).evaluate()
+    assert found["bits_per_byte"] == pytest.approx(summary["validation_bits_per_byte"], rel=1e-5)
+    asked = peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"])
+    with pytest.raises(ModelError, match=r"target_parameters names '.*experts.down_proj'.* turns into codes"):
+        zs.from_pretrained(tmp_path / "mixtral", torch.optim.SGD, quantized="nf4", adapters=asked)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

@@ -2,7 +2,8 @@
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from os import PathLike
@@ -29,7 +30,8 @@ from zeroshard.interop.huggingface.scaled import quantisation_of
 from zeroshard.plan import Plan
 from zeroshard.platform.imports import uncollected
 from zeroshard.precision.cast import Precision, floating_dtype
-from zeroshard.text import format_bytes
+from zeroshard.quantized.stacks import stacks_of
+from zeroshard.text import format_bytes, format_names
 from zeroshard.units.ignored import OptimizerLike
 from zeroshard.validation.arguments import check_arguments, check_options
 
@@ -194,6 +196,11 @@ def model_files(path: Path, built: nn.Module, options: LoadOptions, precision: s
                 f"adapters is a {type(adapters).__name__}; give a configuration of peft, such as "
                 f"peft.LoraConfig(r=16, target_modules='all-linear'), or a folder of adapters."
             )
+        if asked := _stacks_named(built, getattr(adapters, "target_parameters", None)):
+            raise ModelError(
+                f"target_parameters names {format_names(asked)}, which quantized= turns into codes, and adapters lie "
+                f"beside weights in floating point. Leave the names out, or train without quantized=."
+            )
         try:
             built = peft.get_peft_model(built, adapters)
         except Exception as error:  # of any class, as of no module with one of the given names
@@ -201,7 +208,19 @@ def model_files(path: Path, built: nn.Module, options: LoadOptions, precision: s
                 f"peft refuses adapters={type(adapters).__name__}(...): {error}. The base is on the meta device; where "
                 f"its values are needed, attach the adapters to a base that has them, and give the model to zs.Engine."
             ) from error
+        # By families of transformers, peft adds names to those that were given.
+        if bare := _stacks_named(built, getattr(adapters, "target_parameters", None)):
+            warnings.warn(
+                f"No adapters lie beside {format_names(bare)}, which are quantised stacks of experts; without "
+                f"quantized= those have adapters too.",
+                stacklevel=2,
+            )
     return PretrainedFiles(path, built, stored, file)
+
+
+def _stacks_named(model: nn.Module, targets: Collection[str] | None) -> list[str]:
+    """The quantised stacks of experts whose names end with those of parameters to adapt."""
+    return [name for name in stacks_of(model) if any(name.endswith(f".{target}") for target in targets or ())]
 
 
 def build(folder: Path, kind: type | None, dtype: torch.dtype | str | None = None) -> nn.Module:

@@ -43,8 +43,9 @@ from zeroshard.quantized.stacks import CODES, MatrixFormat
 from zeroshard.quantized.stored import FACT as QUANTISED
 from zeroshard.quantized.stored import ends_of, stored_weights
 from zeroshard.quantized.weights import STACK, TURNED, end_of
-from zeroshard.units.adapters import INSIDE, base_names, base_of
+from zeroshard.units.adapters import INSIDE, base_names, base_of, layers_of_adapters
 
+BASE = ".base_layer"
 ENGINE = "Make the engine of the run, call engine.load(checkpoint), then engine.export(folder, merge=True)"
 
 
@@ -282,6 +283,7 @@ def _built(reader: Reader, facts: Mapping[str, Any], own: Callable[[], Any] | No
             f"{builders} cannot build the model of {reader.path}: {error}. Install the versions of the run; "
             f"or: {ENGINE} or adapters=True."
         ) from error
+    _leave_stacks_bare(model, reader.facts.get(QUANTISED) or {})
     if list(getattr(model, "peft_config", ())) != list(facts["configs"]):
         raise CheckpointError(
             f"{reader.path} has the adapters {', '.join(facts['configs'])}, and the given model is a "
@@ -292,6 +294,17 @@ def _built(reader: Reader, facts: Mapping[str, Any], own: Callable[[], Any] | No
         parameter.requires_grad_(path in facts["trained"])
     (model.base_model if wraps else model).set_adapter(facts["active"])
     return model
+
+
+def _leave_stacks_bare(model: Any, rows: Mapping[str, Any]) -> None:
+    """Take adapters away from weights that were quantised stacks, beside which peft puts none in a run."""
+    for path, layer in reversed(layers_of_adapters(model).items()):
+        around = path
+        while around.endswith(BASE):
+            around = around.removesuffix(BASE)
+        if f"{around}.{getattr(layer, 'parameter_name', '')}" in rows:
+            parent, _, name = path.rpartition(".")
+            setattr(model.get_submodule(parent), name, layer.base_layer)
 
 
 def _of_transformers(reader: Reader, name: str) -> Callable[[], Any]:

@@ -1,9 +1,11 @@
 """Adapters in rehearsals: linear layers are frozen, each beside two thin matrices that are trained (LoRA, 2106.09685).
 
 The modules compute as those of peft do, and take the same memory. QLoRA (2305.14314, section 3) has the frozen weights
-in 4 bits (NF4), with a scale of 8 bits for each 64 of them, and one of 32 bits for each 256 scales.
+in 4 bits (NF4), with a scale of 8 bits for each 64 of them, and one of 32 bits for each 256 scales; stacked experts
+keep their dtype here, so that peaks of mixtures under QLoRA are bounds.
 """
 
+import importlib.util
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zeroshard.errors import ModelError
+from zeroshard.moe.experts.families import find_experts
 from zeroshard.planning.adapters import SCALE, Adapters
 from zeroshard.units.token_layers import output_layer
 
@@ -21,9 +24,17 @@ TRANSPOSED = "Conv1D"  # of transformers, whose weight is [inputs, outputs]
 def put_adapters(model: nn.Module, adapters: Adapters) -> nn.Module:
     """Freeze a model, and put adapters beside its linear layers, its output layer aside, in place.
 
+    Beside stacked experts of a mixture, LoRA has the layers of peft, where that is installed.
+
     Raises:
         ModelError: it has no such layers.
     """
+    stacked = any(found.stacked for found in find_experts(model))
+    if stacked and adapters.name == "lora" and importlib.util.find_spec("peft") is not None:
+        peft = importlib.import_module("peft")
+        config = peft.LoraConfig(r=adapters.rank, lora_alpha=SCALE * adapters.rank, target_modules="all-linear")
+        adapted: nn.Module = peft.get_peft_model(model, config)
+        return adapted
     model.requires_grad_(False)
     for parent in list(model.modules()):
         for path, layer in list(parent.named_children()):
