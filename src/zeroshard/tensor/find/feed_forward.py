@@ -40,7 +40,8 @@ def feed_forward_layouts(
         raise CannotSplit(f"it makes {outputs} features, and its last layer reads {inner}")
     if inner % ranks:
         fine = [t for t in range(2, 65) if inner % t == 0]
-        raise DoesNotDivide(name, f"{name!r} has {inner} inner features", "does not divide them", fine, "it")
+        named = repr(name) if name else type(modules[name]).__name__
+        raise DoesNotDivide(name, f"{named} has {inner} inner features", "does not divide them", fine, "it")
     reasons = dict.fromkeys((*columns, row), f"{inner // ranks} of {inner} inner features")
     holder = columns[0].rpartition(".")[0]
     beside, gathers, unknown = _others(modules, holder, {*columns, row}, made, inner, ranks)

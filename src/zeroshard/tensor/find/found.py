@@ -214,8 +214,9 @@ def check_splits(found: FoundLayers, model: str, ranks: int) -> None:
     more = f"; and {len(whole) - MOST_REASONS} more" if len(whole) > MOST_REASONS else ""
     raise PlanError(
         f"tensor_parallel={ranks} splits nothing of {model}, so that all ranks of a group would do the same work "
-        f"({'; '.join(whole[:MOST_REASONS])}{more}). Leave tensor_parallel out, or name layers: "
-        f"TensorParallel({ranks}, layers={{path: 'column', path: 'row'}})."
+        f"({'; '.join(whole[:MOST_REASONS])}{more}). Leave tensor_parallel out; or, where no layers were found, name a "
+        f"linear layer and the one that reads its output: TensorParallel({ranks}, layers={{path: 'column', path: "
+        f"'row'}})."
     )
 
 

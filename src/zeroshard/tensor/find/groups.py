@@ -6,7 +6,7 @@ A plan names them, or the structure of modules suggests them: by names, with sha
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import takewhile
+from itertools import pairwise, takewhile
 
 from torch import nn
 
@@ -53,10 +53,17 @@ class Group:
 
     @property
     def around(self) -> str:
-        """The innermost module that contains all the layers."""
+        """The path of the innermost module that contains all the layers."""
         parts, others = self.holder.split("."), self.row.split(".")[:-1]
         both = takewhile(lambda pair: pair[0] == pair[1], zip(parts, others, strict=False))
         return ".".join(part for part, _ in both)
+
+    def tried(self, modules: Mapping[str, nn.Module]) -> str:
+        """The path of the innermost module with a forward that contains all the layers."""
+        path = self.around
+        while path and isinstance(modules[path], (nn.ModuleList, nn.ModuleDict)):
+            path = path.rpartition(".")[0]
+        return path
 
 
 ELEMENTWISE = (  # modules of torch that work on each feature alone
@@ -116,6 +123,8 @@ def own_groups(modules: Mapping[str, nn.Module], free: Callable[[str], bool]) ->
     for name, module in modules.items():
         if type(module).forward is nn.Sequential.forward:
             found = [*_in_sequence(module, name)]
+        elif isinstance(module, nn.ModuleList) and (pairs := [*_in_list(module, name)]):
+            found = pairs
         else:
             found = _attention(modules, name) or _attention_by_shapes(module, name) or _feed_forward(modules, name)
         for columns, row, certain in found:
@@ -211,17 +220,25 @@ def _up_in_child(module: nn.Module, name: str, down: str) -> list[tuple[list[str
 
 
 def _in_sequence(module: nn.Module, name: str) -> Iterator[tuple[list[str], str, bool]]:
-    """Pairs of linear layers of an nn.Sequential with only elementwise modules between them."""
+    """Pairs of linear layers of an nn.Sequential with only elementwise modules between them, which may overlap."""
     first: str | None = None
     for child, each in module.named_children():
         features = linear_features(each)
         if features is not None and first is not None:
             yield [f"{name}.{first}".strip(".")], f"{name}.{child}".strip("."), True
-            first = None
-        elif features is not None:
+        if features is not None:
             first = child
         elif not isinstance(each, ELEMENTWISE):
             first = None
+
+
+def _in_list(module: nn.Module, name: str) -> Iterator[tuple[list[str], str, bool]]:
+    """Pairs of neighbours of an nn.ModuleList whose linear layers can follow each other, which may overlap."""
+    features = [linear_features(each) for each in module.children()]
+    sizes = [(found.inputs, found.outputs) for found in features if found is not None]
+    if len(sizes) == len(features) and all(one[1] == other[0] for one, other in pairwise(sizes)):
+        paths = [f"{name}.{child}".strip(".") for child, _ in module.named_children()]
+        yield from (([one], other, False) for one, other in pairwise(paths))
 
 
 def is_attention(module: nn.Module, columns: Sequence[str]) -> bool:

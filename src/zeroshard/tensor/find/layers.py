@@ -100,6 +100,7 @@ class _Search:
         self._reasons: dict[str, str] = {}
         self._attentions: list[AttentionSizes] = []
         self._indivisible: list[DoesNotDivide] = []
+        self._odd: dict[str, str] = {}  # reasons of layers that are still free for another group
         self._verdicts: dict[Any, TrialVerdict] = {}
         self._holders: dict[nn.Parameter, str] = {}  # of parameters that are split
         self._fixed: set[str] = set()  # paths that the user names
@@ -116,7 +117,7 @@ class _Search:
         for group in self._groups(user, plan, outputs):
             self._split(group)
         if self._indivisible:
-            raise refusal(self._indivisible, self._ranks)
+            raise refusal(self._indivisible, self._ranks, alone=not (self._layers or vocabulary))
         self._reasons |= reasons
         self._layers |= vocabulary
         others = {path: each for path, each in self._modules.items() if path not in self._layers}
@@ -219,10 +220,13 @@ class _Search:
         except CannotSplit as error:
             reason = str(error)
         except DoesNotDivide as error:
-            if group.source is not Source.STRUCTURE or self._in_blocks(group.row):
+            if group.source is Source.MODEL or (group.source is Source.STRUCTURE and self._in_blocks(group.row)):
                 self._indivisible.append(error)
                 return
-            reason = str(refusal([error], self._ranks)).partition(". Set")[0]
+            reason = str(refusal([error], self._ranks, alone=True)).partition(", or")[0]
+            if group.source is Source.STRUCTURE:
+                self._odd |= dict.fromkeys((*group.columns, group.row), reason)
+                return
         if group.source is Source.USER:
             raise PlanError(
                 f"tensor_parallel.layers splits {group.holder!r} ({type(holder).__name__}), which cannot be split: "
@@ -244,7 +248,7 @@ class _Search:
             return TrialVerdict(True, True)
         if layout.reuses:  # a trial of the whole model shows more
             return TrialVerdict(True, True, partial=(*layout.partial, *layout.gathers))
-        around = group.around
+        around = group.tried(self._modules)
         module = self._modules[around]
 
         def inner(path: str) -> str:
@@ -290,14 +294,14 @@ class _Search:
 
     def _in_blocks(self, path: str) -> bool:
         parts = path.split(".")
-        around = (self._modules[".".join(parts[:n])] for n in range(1, len(parts)))
+        around = (self._modules[".".join(parts[:n])] for n in range(1, len(parts) - 1))
         return any(isinstance(module, nn.ModuleList) for module in around)
 
     def _layer(self, path: str, module: nn.Module) -> FoundLayer:
         """The layer of a module: split, or whole with a reason."""
         if path in self._layers:
             return self._layers[path]
-        reason = self._reasons.get(path)
+        reason = self._reasons.get(path, self._odd.get(path))
         if reason is None:
             tied = list(dict.fromkeys(self._holders[p] for p in _own(module) if p in self._holders))
             reason = f"its parameters are those of {tied[0]}, and split with it" if tied else self._why_whole(module)

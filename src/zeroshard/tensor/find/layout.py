@@ -80,17 +80,22 @@ class DoesNotDivide(Exception):
         self.path, self.found, self.why, self.fine, self.called = path, found, why, fine, called
 
 
-def refusal(found: Sequence[DoesNotDivide], ranks: int) -> PlanError:
-    """The error with each kind of module once, and numbers of ranks that fit all."""
+def refusal(found: Sequence[DoesNotDivide], ranks: int, alone: bool) -> PlanError:
+    """The error with each kind of module once, and numbers of ranks that fit all.
+
+    Args:
+        alone: whether no other layer of the model is split.
+    """
     kinds = {every(each.path): each for each in reversed(found)}
     first, *others = list(kinds.values())[::-1]
     fine = [number for number in first.fine if all(number in each.fine for each in others)]
     numbers = " and ".join(each.found for each in (first, *others))
     why = first.why if not others else "divides none of these" if len(others) > 1 else "divides neither"
     whole = dict.fromkeys(reversed(kinds), "whole")
+    left = f"{'them' if others else first.called} whole: TensorParallel({ranks}, layers={whole!r})"
     return PlanError(
         f"{numbers}, and tensor_parallel={ranks} {why}. Set tensor_parallel to {_one_of(fine)}, or leave "
-        f"{'them' if others else first.called} whole: TensorParallel({ranks}, layers={whole!r})."
+        f"{'it out, as no other layer can be split' if alone else left}."
     )
 
 

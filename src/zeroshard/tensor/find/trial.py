@@ -33,6 +33,7 @@ from zeroshard.tensor.find.linear import linear_features
 from zeroshard.tensor.split.heads import fit_attention, fit_layer, head_dimension
 
 READ, BATCH, POSITIONS = 8, 2, 3  # input features that stand-ins of column-parallel layers read; shape of the input
+SIDES = (32, 28)  # of images, as CIFAR and MNIST have them: classifiers often fix the size
 MOST = 2**25  # elements of all other parameters
 TOLERANCE = 1e-3  # relative; features in a wrong order differ by as much as they are
 MASKS = ("attention_mask", "mask", "causal_mask", "attn_mask")
@@ -97,13 +98,18 @@ class Trial:
             return TrialVerdict(False, False, f"{type(self.module).__name__} is too large to be tried")
         with apart():
             weights, borders = TrialWeights(), _Borders()
-            x = weights.drawn("x", (BATCH, POSITIONS, width))
-            try:
-                whole, total, partial = self._compute(weights, x, {}, {}, borders, None, ranks)
-            except _Mixed as error:
-                return TrialVerdict(True, False, str(error))
-            except Exception as error:
-                return TrialVerdict(False, False, f"its forward cannot be tried ({in_short(error)})")
+            errors = list[str]()
+            for shape in _shapes(self.module, width):
+                x = weights.drawn(shape, shape)
+                try:
+                    whole, total, partial = self._compute(weights, x, {}, {}, borders, None, ranks)
+                    break
+                except _Mixed as error:
+                    return TrialVerdict(True, False, str(error))
+                except Exception as error:
+                    errors.append(in_short(error))
+            else:
+                return TrialVerdict(False, False, f"its forward cannot be tried ({errors[0]})")
             for rank in sorted({0, 1, ranks - 1}):
                 split = {**self.columns, **self.heads}
                 pieces = {path: list(pieces_of(segments, ranks, rank)) for path, segments in split.items()}
@@ -181,6 +187,15 @@ class Trial:
             if mixed:
                 raise _Mixed(f"all heads read what {mixed[0]} makes, and its layers of heads read it too")
         return row.read.detach(), output.detach(), partial
+
+
+def _shapes(module: nn.Module, width: int) -> Iterator[tuple[int, ...]]:
+    """Shapes of inputs to try: sequences of features, and images for convolutions."""
+    yield BATCH, POSITIONS, width
+    for each in module.modules():
+        if isinstance(each, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+            yield from ((BATCH, each.in_channels, *[side] * len(each.kernel_size)) for side in SIDES)
+            return
 
 
 def _before(read: Tensor, copy: nn.Module, split: set[str], shared: Sequence[str] = ()) -> Iterator[str]:
