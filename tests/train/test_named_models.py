@@ -68,6 +68,7 @@ def test_another_function_of_the_same_file() -> None:
         ("meta-llama/Llama-2-7b", r"did you mean llama-7b\? .*A name on a model hub is not looked up: download"),
         ("other.json", r"names other.json, which does not exist"),
         ("pack", r"names pack/config.json, which does not exist"),
+        ("adapter", r"model names adapter, which holds adapters of peft alone; give the folder of their base"),
         ("mine.py:Nett", r"has no attribute 'Nett'; did you mean Net\? It defines Net, build"),
         ("mine:nothing", r"has no attribute 'nothing'; it defines Net, build"),
         ("nowhere.module:Net", r"there is no module nowhere"),
@@ -78,6 +79,8 @@ def test_another_function_of_the_same_file() -> None:
     ],
 )
 def test_names_that_name_nothing(typed: str, complaint: str) -> None:
+    Path("adapter").mkdir()
+    Path("adapter/adapter_config.json").write_text("{}")
     Path("empty.py").write_text("x = 1\n")
     Path("torn.py").write_text("def (\n")
     if typed == "mine.py:":

@@ -80,6 +80,11 @@ def model_named(text: str) -> NamedModel:
     file = path / "config.json" if path.is_dir() else path
     if file.is_file() and file.suffix != ".py":
         return NamedModel("configuration", file=file)
+    if (path / "adapter_config.json").is_file():
+        raise ModelError(
+            f"model names {text}, which holds adapters of peft alone; give the folder of their base. In Python, "
+            f"zs.from_pretrained of that folder goes on with such adapters."
+        )
     if path.is_dir() or path.suffix == ".json":
         raise ModelError(f"model names {file}, which does not exist{_meant(text)}; give {WAYS}.")
     hub = ""
