@@ -5,10 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from planner.questions import MODELS, QUESTIONS, Question
+from planner.questions import MODELS, QUESTIONS, Question, llama
 
 from zeroshard.cli.plan import described_task
-from zeroshard.cli.plan_options import PlanOptions, described_machines
+from zeroshard.cli.plan_first import print_first_table
+from zeroshard.cli.plan_options import ROWS, PlanOptions, described_machines
 from zeroshard.doctor.hardware import Machines
 from zeroshard.plan import Plan
 from zeroshard.planner.formulas import AdapterSize, ModelBlock, ModelShape, StepSize, first_rows
@@ -41,6 +42,24 @@ def test_the_first_table_answers_thirty_questions(question: Question, tmp_path: 
     first, *others = first_rows(shape, STEP, machines)
     assert first.likely is question.fits
     assert all(first.tokens_per_second >= other.tokens_per_second for other in others if other.likely)
+
+
+@pytest.mark.parametrize("width", [16, 256, 4096])
+def test_the_first_table_shows_bytes_of_models_of_any_size(
+    width: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = llama(width, 2 * width, 2, 2, 2, 8 * width)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    options = PlanOptions(model=str(tmp_path), gpu="A100-80", gpus=1, precision="bf16", sequence=32)
+    machines, shape = described_machines(options, tmp_path), shape_of(str(tmp_path))
+    assert shape is not None
+    print_first_table(options, machines)
+    lines = [line.split() for line in capsys.readouterr().err.splitlines() if " likely " in line]
+    rows = first_rows(shape, StepSize(rows=ROWS, sequence=32, width=2), machines)
+    shown = [float(words[-3].replace(",", "")) for words in lines]
+    peaks = [row.peak / 2**30 for row in rows if row.likely]
+    assert shown
+    assert shown == pytest.approx(peaks[: len(shown)], rel=0.051)
 
 
 @pytest.mark.whole

@@ -1,5 +1,6 @@
 """The first table of `zeroshard plan`: numbers by formulas, printed before torch is imported."""
 
+import math
 import sys
 
 from rich.box import SIMPLE_HEAD
@@ -14,6 +15,13 @@ from zeroshard.train.model_shape import row_length, shape_of
 SHOWN = 6  # rows
 PACKED_WIDTH = 0.5 + 1 / 64 + 4 / (64 * 256)  # bytes of a weight in 4 bits, with its scales (2305.14314, section 3)
 COLUMNS = 120  # without a terminal
+
+
+def gib_of(nbytes: float) -> str:
+    """Bytes in GiB with one decimal; below 1 GiB with two significant digits."""
+    gib = nbytes / 2**30
+    decimals = 1 - math.floor(math.log10(gib)) if 0 < gib < 1 else 1
+    return f"{gib:,.{decimals}f}"
 
 
 def print_first_table(options: PlanOptions, machines: Machines) -> None:
@@ -36,7 +44,7 @@ def print_first_table(options: PlanOptions, machines: Machines) -> None:
     for head in ("room", "device GiB", "host GiB", "tokens/s"):
         table.add_column(head, justify="right", no_wrap=True)
     for row in first_rows(shape, step, machines)[:SHOWN]:
-        numbers = (f"{row.peak / 2**30:,.1f}", f"{row.host / 2**30:,.1f}", f"{row.tokens_per_second:,.0f}")
+        numbers = (gib_of(row.peak), gib_of(row.host), f"{row.tokens_per_second:,.0f}")
         table.add_row(row.plan, "likely" if row.likely else "no", *numbers)
     table.caption = "by formulas, within about 10 %; plans that the rehearsals below do not show were not confirmed"
     table.caption_justify = "left"
