@@ -401,27 +401,30 @@ def test_mistakes_name_the_way_out(pool: Pool, plan: str) -> None:
         assert len(texts) == 3 + (plan == "tensor")
 
 
-def failed_change(mesh: zs.Mesh, settings: dict[str, Any], culprit: int) -> tuple[list[str], float]:
+def failed_change(mesh: zs.Mesh, settings: dict[str, Any], culprit: int, lazy: bool) -> tuple[list[str], float]:
     """Texts of a change that fails on one rank, and of the engine after it; and the next engine's loss."""
 
     def change(model: Any) -> None:
-        if mesh.rank == culprit:
+        if mesh.rank == culprit and lazy:
+            model.more = nn.LazyLinear(2)  # which no engine takes
+        elif mesh.rank == culprit:
             raise ValueError("no adapters in here")
 
     engine, texts = made(mesh, settings, "adamw"), []
     model = engine.model
     for use in (lambda: engine.rebuild(change=change), lambda: engine.train_step(batch(0))):
-        with pytest.raises((ValueError, zs.CommError, PlanError)) as caught:
+        with pytest.raises((ValueError, zs.CommError, zs.ModelError, PlanError)) as caught:
             use()
         texts.append(f"{caught.type.__name__}: {caught.value}")
+    vars(model)["_modules"].pop("more", None)
     again = zs.Engine(model, OPTIMIZERS["adamw"], zs.Plan(**settings), mesh=mesh, example=batch(0)[:2])
     return texts, float(again.train_step(batch(0)).loss)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("plan", ["stages", "tensor"])
-def test_a_change_that_fails_on_one_rank_ends_all_with_its_error(pool: Pool, plan: str) -> None:
-    (other, loss), (own, same) = pool.run(failed_change, 2, PLANS[plan][1], 1)
-    assert own[0] == "ValueError: no adapters in here"
+@pytest.mark.parametrize("plan, lazy", [("stages", False), ("tensor", False), ("tensor", True)])
+def test_a_change_that_fails_on_one_rank_ends_all_with_its_error(pool: Pool, plan: str, lazy: bool) -> None:
+    (other, loss), (own, same) = pool.run(failed_change, 2, PLANS[plan][1], 1, lazy)
+    assert own[0].startswith("ModelError: " if lazy else "ValueError: no adapters in here")
     assert other[0].startswith("CommError") and "on rank 1" in other[0] and own[0] in other[0]
     assert all("retired" in texts[1] for texts in (other, own))
     assert loss == same

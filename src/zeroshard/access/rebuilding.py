@@ -85,7 +85,8 @@ class RebuildAccess:
         Raises:
             PlanError: gradients of a step are there, the call is inside of `gathered()`, or the plan cannot. After an
                 error of `change` or of the new engine this one is retired, and the model is a plain one.
-            CommError: `change` or `groups` ended in an error on another rank alone, with that error.
+            CommError: `change` or `groups` ended in an error on another rank alone, or made a model there that no
+                engine takes; with that error.
         """
         engine: Any = self
         _refuse(engine, "engine.rebuild()")
@@ -101,6 +102,7 @@ class RebuildAccess:
                 if change is not None:
                     change(model)
                 _regroup(optimizer, model, new.ignored, groups(model) if callable(groups) else groups)
+                kind._check_model(model)  # before the new engine meets the other ranks
             names = {id(parameter): name for name, parameter in model.named_parameters()}
             states = {names[id(p)]: own for p, shape, own in left if id(p) in names and p.shape == shape}
             del left
@@ -180,9 +182,9 @@ def _shared_failure(mesh: Mesh) -> Iterator[None]:
     for rank, problem in enumerate(answers):
         if problem:
             raise CommError(
-                f"engine.rebuild() ended on rank {rank} in an error of `change` or `groups` ({problem}), so it ended "
-                f"on all ranks, and the engine is retired. Let both do the same on every rank; then make a new engine "
-                f"on all ranks, and load a checkpoint."
+                f"engine.rebuild() ended on rank {rank} in an error of `change`, `groups` or the changed model "
+                f"({problem}), so it ended on all ranks, and the engine is retired. Let both do the same on every "
+                f"rank; then make a new engine on all ranks, and load a checkpoint."
             )
 
 

@@ -124,6 +124,7 @@ class Engine(GradientAccess, JoinAccess, MethodAccess, RebuildAccess):
     """
 
     loaded: LoadReport | None = None
+    _check_model = staticmethod(check_model)
 
     @raises_budget_exceeded
     def __init__(
