@@ -30,7 +30,7 @@ MACHINES = Machines(Device("a GPU", "cuda", 2**26, {"fp32": 1e9}, 1e9, 1e-6), 2,
 
 
 class Layers(nn.Module):
-    """Six layers of 16 KiB."""
+    """Six layers of 16 KiB, which ranks do not split, as the elements between two of them depend on each other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,8 +38,18 @@ class Layers(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = layer(x).relu()
+            x = self.between(layer(x))
         return x.square().mean()
+
+    def between(self, x: Tensor) -> Tensor:
+        return x.softmax(-1)
+
+
+class Pairs(Layers):
+    """Layers of which pairs are split."""
+
+    def between(self, x: Tensor) -> Tensor:
+        return x.relu()
 
 
 def job(rows: int = 16) -> TrainingTask:
@@ -123,6 +133,12 @@ def test_it_says_how_many_plans_are_left_and_about_how_long(searched: Search) ->
     assert len({line.split(" plans")[0].split("/")[1] for line in counted}) == 1
     done, everything = (int(number) for number in counted[-1].split(" plans")[0].split("/"))
     assert everything - done == 1 and everything == len(counted) + searched.found.left_out
+
+
+def test_schedules_are_tried_beside_split_layers() -> None:
+    found = search(replace(job(), build=Pairs), MACHINES, top=20)
+    schedules = {one.plan.pipeline.schedule for one in found.best if one.plan.pipeline.stages > 1}
+    assert "interleaved" in schedules and any(one.plan.tensor.ranks > 1 for one in found.best)
 
 
 def looks(*plans: Plan) -> Looks:

@@ -212,5 +212,5 @@ def _kind(shape: Shape) -> Plan | None:
 
 
 def unsplit(plan: Plan) -> Plan:
-    """The plan of a shape, with one microbatch and without the cut that a rehearsal chose."""
-    return plan.with_settings({"microbatches": 1, "pipeline_parallel.split": ()})
+    """A plan without the cut that a rehearsal chose."""
+    return plan.with_settings({"pipeline_parallel.split": ()})

@@ -213,8 +213,9 @@ class _Search:
         """A variant of a shape, with the leaner settings and the microbatches of the plan that fits without it."""
         varied = replace(shape, plan=plan)
         if plain is not None:
-            varied = varied.lean if unsplit(plain.plan) == self._with(shape.leaner, 1) else varied
-            self._likely[varied.plan] = [plain.plan.microbatches]
+            count = plain.plan.microbatches
+            varied = varied.lean if unsplit(plain.plan) == self._with(shape.leaner, count) else varied
+            self._likely[varied.plan] = [count]
         return varied
 
     def _best_of(self, shape: Shape, many: bool = False) -> Prediction | None:
@@ -375,8 +376,9 @@ class _Search:
 
     def _try_faster(self, shape: Shape) -> None:
         """Try faster settings, such as other schedules, for the fastest plan of a shape that fits."""
-        kinds = [self._with(plan, 1) for plan in (shape.plan, shape.leaner)]
-        found = min((p for p in self.fitting if unsplit(p.plan) in kinds), key=lambda p: p.seconds, default=None)
+        kinds = shape.plan, shape.leaner
+        own = (p for p in self.fitting if unsplit(p.plan) in [self._with(k, p.plan.microbatches) for k in kinds])
+        found = min(own, key=lambda p: p.seconds, default=None)
         if found is None or ahead.busy(found) >= self._fastest:
             return
         m = found.plan.microbatches
