@@ -46,6 +46,14 @@ def test_what_nobody_holds_any_more_is_taken_over(tmp_path: Path, words: str) ->
     assert json.loads(path.read_text()) == asdict(MINE)
 
 
+def test_a_clock_that_was_set_frees_no_lock(tmp_path: Path) -> None:
+    """The start of a process is read as a time of day, which moves with the clock."""
+    path = tmp_path / "run.lock"
+    path.write_text(json.dumps(asdict(replace(LIVING, started=LIVING.started - 20))))
+    with pytest.raises(ConfigError, match="is held by process"):
+        hold(path, MINE)
+
+
 def test_another_machines_is_refused_with_the_way_out(tmp_path: Path) -> None:
     path = tmp_path / "run.lock"
     path.write_text(json.dumps(asdict(ELSEWHERE)))

@@ -21,7 +21,7 @@ import psutil
 from zeroshard.errors import ConfigError
 
 HELD = ".lock"  # suffix of a link beside a rank's heartbeat, to the lock that it took
-SLACK = 1.0  # seconds by which two readings of one process's start may differ, where the clock was set meanwhile
+SLACK = 30.0  # seconds by which two readings of one process's start may differ, where the clock was set meanwhile
 
 
 @dataclass(frozen=True, slots=True)
