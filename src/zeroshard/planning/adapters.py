@@ -1,7 +1,8 @@
 """Low-rank adapters that are trained beside the frozen weights of a model, by name and rank."""
 
+import importlib
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 AdapterName = Literal["lora", "qlora"]
 NAMES: dict[AdapterName, str] = {"lora": "LoRA", "qlora": "QLoRA"}
@@ -24,6 +25,12 @@ class Adapters:
 
     def __str__(self) -> str:
         return f"{NAMES[self.name]}{OF_RANK}{self.rank}"
+
+    def config(self) -> Any:
+        """The configuration of peft, which needs that package."""
+        return importlib.import_module("peft").LoraConfig(
+            r=self.rank, lora_alpha=SCALE * self.rank, target_modules="all-linear"
+        )
 
     @classmethod
     def parse(cls, text: str) -> "Adapters":

@@ -18,7 +18,7 @@ from zeroshard.interop.huggingface.pretrained import MatchedValues, PretrainedFi
 from zeroshard.interop.huggingface.quantized import package
 from zeroshard.losses.labels import calls_loss_function
 from zeroshard.moe.policy import Mixture
-from zeroshard.planning.adapters import SCALE, Adapters
+from zeroshard.planning.adapters import Adapters
 from zeroshard.precision.cast import Precision
 from zeroshard.step.batch import loss_in
 from zeroshard.train.gpt import GPT
@@ -204,9 +204,8 @@ def _pretrained(
 
 def _beside_adapters(folder: Path, module: nn.Module, adapters: Adapters, precision: str) -> PretrainedFiles:
     """The files of a model on the meta device, which gets adapters, and layers of 4 bits for QLoRA."""
-    peft = package("peft", f"adapters={adapters.name}", "peft")
-    made = peft.LoraConfig(r=adapters.rank, lora_alpha=SCALE * adapters.rank, target_modules="all-linear")
-    options: LoadOptions = {"adapters": made}
+    package("peft", f"adapters={adapters.name}", "peft")
+    options: LoadOptions = {"adapters": adapters.config()}
     stated = getattr(module.config, "quantization_config", None)
     if adapters.name == "qlora" and stated is None:
         options["quantized"] = "nf4"

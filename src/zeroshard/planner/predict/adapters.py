@@ -31,9 +31,7 @@ def put_adapters(model: nn.Module, adapters: Adapters) -> nn.Module:
     """
     stacked = any(found.stacked for found in find_experts(model))
     if stacked and adapters.name == "lora" and importlib.util.find_spec("peft") is not None:
-        peft = importlib.import_module("peft")
-        config = peft.LoraConfig(r=adapters.rank, lora_alpha=SCALE * adapters.rank, target_modules="all-linear")
-        adapted: nn.Module = peft.get_peft_model(model, config)
+        adapted: nn.Module = importlib.import_module("peft").get_peft_model(model, adapters.config())
         return adapted
     model.requires_grad_(False)
     for parent in list(model.modules()):
