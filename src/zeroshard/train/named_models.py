@@ -83,7 +83,7 @@ def model_named(text: str) -> NamedModel:
     if (path / "adapter_config.json").is_file():
         raise ModelError(
             f"model names {text}, which holds adapters of peft alone; give the folder of their base. In Python, "
-            f"zs.from_pretrained of that folder goes on with such adapters."
+            f"zs.from_pretrained(BASE, ..., adapters={text!r}) trains them further."
         )
     if path.is_dir() or path.suffix == ".json":
         raise ModelError(f"model names {file}, which does not exist{_meant(text)}; give {WAYS}.")
